@@ -1,0 +1,175 @@
+package fleet
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// binaryEnv names the runsc that the end-to-end tests drive. They are skipped
+// without it: they need root and a machine that can run sandboxes.
+const binaryEnv = "FLEET_RUNSC"
+
+// TestEndToEnd takes one sandbox through its whole life: run, request, exec,
+// measure, checkpoint, restore twice, delete.
+func TestEndToEnd(t *testing.T) {
+	binary := os.Getenv(binaryEnv)
+	if binary == "" {
+		t.Skipf("set %s to a runsc binary to run this test", binaryEnv)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	defer cancel()
+
+	rt, err := New(Options{Binary: binary, Log: testWriter{t}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := rt.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+		if _, err := os.Stat(rt.Root()); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("root directory remains: %v", err)
+		}
+		if err := rt.Close(); err != nil {
+			t.Errorf("second Close: %v", err)
+		}
+	}()
+
+	dir := t.TempDir()
+	bundle := filepath.Join(dir, "bundle")
+	// A shell loop is the smallest line server every root file system has; the
+	// counter shows that memory survives the checkpoint.
+	spec := Spec{
+		Rootfs:         "/",
+		ReadonlyRootfs: true,
+		Hostname:       "fleet-test",
+		Args:           []string{"/bin/sh", "-c", `n=0; while read -r line; do n=$((n+1)); echo "$n $line"; done; exit 7`},
+	}
+	if err := WriteBundle(bundle, spec); err != nil {
+		t.Fatal(err)
+	}
+	sb, err := rt.Run(ctx, "template", bundle)
+	if err != nil {
+		t.Fatal(err)
+	}
+	request := func(s *Sandbox, line, want string) {
+		t.Helper()
+		got, err := s.Request(ctx, line)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got != want {
+			t.Fatalf("Request(%q) = %q, want %q", line, got, want)
+		}
+	}
+	request(sb, "hello", "1 hello")
+
+	res, err := sb.Exec(ctx, "/bin/sh", "-c", "hostname; echo oops >&2; exit 3")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.TrimSpace(res.Stdout) != "fleet-test" || strings.TrimSpace(res.Stderr) != "oops" || res.ExitCode != 3 {
+		t.Fatalf("Exec = %+v", res)
+	}
+
+	m, err := sb.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("memory: %+v", m)
+	if m.GuestMemfd == 0 || m.Sentry.PSS == 0 || m.Gofer.PSS == 0 || m.Stubs.AddressSpaces == 0 {
+		t.Errorf("a part of the memory was not found: %+v", m)
+	}
+
+	image := filepath.Join(dir, "image")
+	if err := sb.Checkpoint(ctx, image, CheckpointOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if !sb.Exited() {
+		t.Error("sandbox still runs after the checkpoint")
+	}
+	if err := sb.Delete(ctx); err != nil {
+		t.Fatal(err)
+	}
+
+	var clones []*Sandbox
+	for _, id := range []string{"clone-1", "clone-2"} {
+		c, err := rt.Restore(ctx, id, bundle, image)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s restored in %v", id, c.StartDuration())
+		clones = append(clones, c)
+	}
+	ref, err := clones[0].SnapshotGuest(filepath.Join(dir, "reference"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ref.Close()
+	request(clones[0], "again", "2 again")
+	request(clones[1], "other", "2 other")
+	for _, c := range clones {
+		d, err := c.DiffGuest(ref)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s against the reference: %+v", c.ID(), d)
+		if d.Same == 0 || d.Same < d.Different {
+			t.Errorf("%s: clones of one image should be mostly equal: %+v", c.ID(), d)
+		}
+	}
+
+	if _, err := clones[0].Stats(ctx); err != nil && !errors.Is(err, ErrNoAgentzip) {
+		t.Errorf("Stats: %v", err)
+	} else {
+		t.Logf("Stats: %v", err)
+	}
+
+	// The guest's own exit code comes through.
+	if err := clones[0].CloseStdin(); err != nil {
+		t.Fatal(err)
+	}
+	if code, err := clones[0].Wait(ctx); err != nil || code != 7 {
+		t.Errorf("Wait = %d, %v, want 7", code, err)
+	}
+	if _, err := clones[0].Request(ctx, "gone"); err == nil {
+		t.Error("Request to an ended sandbox succeeded")
+	}
+
+	// A quick command, its output and code.
+	var out strings.Builder
+	spec.Args = []string{"/bin/sh", "-c", "echo quick; exit 5"}
+	quickBundle := filepath.Join(dir, "quick")
+	if err := WriteBundle(quickBundle, spec); err != nil {
+		t.Fatal(err)
+	}
+	q, err := rt.Run(ctx, "quick", quickBundle, WithOutput(&out, nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if code, err := q.Wait(ctx); err != nil || code != 5 || out.String() != "quick\n" {
+		t.Errorf("quick: code %d, error %v, output %q", code, err, out.String())
+	}
+
+	// runsc's own failures are errors that say why.
+	spec.Args = []string{"/no/such/command"}
+	badBundle := filepath.Join(dir, "bad")
+	if err := WriteBundle(badBundle, spec); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := rt.Run(ctx, "bad", badBundle); err == nil || !strings.Contains(err.Error(), "/no/such/command") {
+		t.Errorf("running a missing command: %v", err)
+	}
+}
+
+type testWriter struct{ t *testing.T }
+
+func (w testWriter) Write(p []byte) (int, error) {
+	w.t.Logf("%s", strings.TrimRight(string(p), "\n"))
+	return len(p), nil
+}

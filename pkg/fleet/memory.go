@@ -1,0 +1,237 @@
+package fleet
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// ProcMemory is what the kernel says a set of address spaces holds, in bytes.
+// The Pss values share a page's cost among the processes that map it.
+type ProcMemory struct {
+	AddressSpaces int    `json:"address_spaces"`
+	RSS           uint64 `json:"rss"`
+	PSS           uint64 `json:"pss"`
+	PSSAnon       uint64 `json:"pss_anon"`
+	PSSFile       uint64 `json:"pss_file"`
+	PSSShmem      uint64 `json:"pss_shmem"`
+	Private       uint64 `json:"private"`
+	SwapPSS       uint64 `json:"swap_pss"`
+	PageTables    uint64 `json:"page_tables"`
+}
+
+func (p *ProcMemory) add(o ProcMemory) {
+	p.AddressSpaces += o.AddressSpaces
+	p.RSS += o.RSS
+	p.PSS += o.PSS
+	p.PSSAnon += o.PSSAnon
+	p.PSSFile += o.PSSFile
+	p.PSSShmem += o.PSSShmem
+	p.Private += o.Private
+	p.SwapPSS += o.SwapPSS
+	p.PageTables += o.PageTables
+}
+
+// Memory is what one sandbox costs the host, measured from outside, in bytes.
+// Parts are read one after the other while the sandbox may be running.
+type Memory struct {
+	// GuestMemfd is the host memory allocated to the guest's memory file
+	// (st_blocks), mapped anywhere or not. Swapped pages count too.
+	GuestMemfd uint64 `json:"guest_memfd"`
+	// OtherMemfd is the same for every other memfd of the sandbox: platform
+	// and bookkeeping.
+	OtherMemfd uint64 `json:"other_memfd"`
+
+	Sentry ProcMemory `json:"sentry"`
+	Gofer  ProcMemory `json:"gofer"`
+	// Stubs are the host processes that guest processes run in. Those that
+	// share one address space are counted once.
+	Stubs ProcMemory `json:"stubs"`
+	// Client is the attached `runsc run` or `restore` process. A container
+	// manager that starts sandboxes detached does not have it, so it is not
+	// part of Host.
+	Client ProcMemory `json:"client"`
+}
+
+// Host is what the sandbox adds to the host's memory: the memfds, what its
+// processes hold besides them, and their page tables. Memory that several
+// sandboxes map (the binary, a shared template) counts in proportion; mapped
+// shared memory is left out of the processes' part because the memfds are
+// counted whole.
+func (m Memory) Host() uint64 {
+	n := m.GuestMemfd + m.OtherMemfd
+	for _, p := range []ProcMemory{m.Sentry, m.Gofer, m.Stubs} {
+		n += p.PSSAnon + p.PSSFile + p.PageTables
+	}
+	return n
+}
+
+// Overhead is Host without the guest's memory file.
+func (m Memory) Overhead() uint64 { return m.Host() - m.GuestMemfd }
+
+// guestMemfdName is what the Sentry calls the guest's memory file.
+const guestMemfdName = "runsc-memory"
+
+// Memory measures the sandbox.
+func (s *Sandbox) Memory() (Memory, error) {
+	pid := s.Pid()
+	if pid == 0 || s.Exited() {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s does not run", s.id)
+	}
+	var m Memory
+	fds, err := memfds(pid)
+	if err != nil {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	for _, fd := range fds {
+		if fd.name == guestMemfdName {
+			m.GuestMemfd += fd.allocated
+		} else {
+			m.OtherMemfd += fd.allocated
+		}
+	}
+	if m.Sentry, err = processMemory(pid); err != nil {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	// A gofer may be absent (EROFS root), a stub may end meanwhile.
+	if g := s.GoferPid(); g != 0 {
+		if m.Gofer, err = processMemory(g); err != nil && !gone(err) {
+			return Memory{}, fmt.Errorf("fleet: sandbox %s: gofer: %w", s.id, err)
+		}
+	}
+	stubs, err := descendants(pid)
+	if err != nil {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	for _, p := range uniqueAddressSpaces(stubs) {
+		pm, err := processMemory(p)
+		if gone(err) {
+			continue
+		} else if err != nil {
+			return Memory{}, fmt.Errorf("fleet: sandbox %s: stub: %w", s.id, err)
+		}
+		m.Stubs.add(pm)
+	}
+	if m.Client, err = processMemory(s.cmd.Process.Pid); err != nil && !gone(err) {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	return m, nil
+}
+
+// gone reports whether a /proc access failed because the process ended.
+func gone(err error) bool {
+	return errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH)
+}
+
+// memfd is one distinct memfd that a process has open.
+type memfd struct {
+	name      string
+	path      string // /proc/PID/fd/N
+	ino       uint64
+	allocated uint64 // st_blocks in bytes
+	size      int64
+}
+
+// memfds lists the memfds of a process, each once.
+func memfds(pid int) ([]memfd, error) {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var out []memfd
+	seen := make(map[uint64]bool)
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		target, err := os.Readlink(path)
+		if err != nil {
+			continue // closed meanwhile
+		}
+		name, ok := strings.CutPrefix(target, "/memfd:")
+		if !ok {
+			continue
+		}
+		var st syscall.Stat_t
+		if err := syscall.Stat(path, &st); err != nil {
+			continue
+		}
+		if seen[st.Ino] {
+			continue
+		}
+		seen[st.Ino] = true
+		out = append(out, memfd{
+			name:      strings.TrimSuffix(name, " (deleted)"),
+			path:      path,
+			ino:       st.Ino,
+			allocated: uint64(st.Blocks) * 512,
+			size:      st.Size,
+		})
+	}
+	return out, nil
+}
+
+// processMemory measures one address space.
+func processMemory(pid int) (ProcMemory, error) {
+	rollup, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	if err != nil {
+		return ProcMemory{}, err
+	}
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return ProcMemory{}, err
+	}
+	r, s := parseKB(string(rollup)), parseKB(string(status))
+	return ProcMemory{
+		AddressSpaces: 1,
+		RSS:           r["Rss"],
+		PSS:           r["Pss"],
+		PSSAnon:       r["Pss_Anon"],
+		PSSFile:       r["Pss_File"],
+		PSSShmem:      r["Pss_Shmem"],
+		Private:       r["Private_Clean"] + r["Private_Dirty"],
+		SwapPSS:       r["SwapPss"],
+		PageTables:    s["VmPTE"],
+	}, nil
+}
+
+// parseKB collects the "Name:   123 kB" lines of a /proc file, in bytes.
+func parseKB(text string) map[string]uint64 {
+	out := make(map[string]uint64)
+	for line := range strings.Lines(text) {
+		name, rest, ok := strings.Cut(line, ":")
+		if !ok {
+			continue
+		}
+		f := strings.Fields(rest)
+		if len(f) != 2 || f[1] != "kB" {
+			continue
+		}
+		n, err := strconv.ParseUint(f[0], 10, 64)
+		if err != nil {
+			continue
+		}
+		out[name] = n << 10
+	}
+	return out
+}
+
+// HostMemory is a part of /proc/meminfo, in bytes.
+type HostMemory struct {
+	Total     uint64 `json:"total"`
+	Free      uint64 `json:"free"`
+	Available uint64 `json:"available"`
+}
+
+// ReadHostMemory reads what the machine has and has left.
+func ReadHostMemory() (HostMemory, error) {
+	b, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return HostMemory{}, fmt.Errorf("fleet: %w", err)
+	}
+	m := parseKB(string(b))
+	return HostMemory{Total: m["MemTotal"], Free: m["MemFree"], Available: m["MemAvailable"]}, nil
+}
