@@ -1,0 +1,131 @@
+# The two commands a newcomer needs are `make demo` and `make test`; `make help`
+# lists the rest. Debian packages that a target needs and the machine lacks are
+# installed by it.
+
+# How many compilers, tests or bazel actions run at once.
+JOBS ?= 2
+# How long each fuzz target runs in `make test`.
+FUZZTIME ?= 5s
+# Further flags for bin/agentbench demo and for go test on the benchmarks.
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+
+# Go's own installer puts it where PATH does not point by itself. The scripts and
+# programs that we start call go too.
+export PATH := $(PATH):/usr/local/go/bin
+GO ?= go
+
+# Both runscs carry the pinned gVisor's version: a checkpoint can be restored only
+# by a runsc with the version that wrote it, and our hooks leave its format alone.
+VERSION ?= $(shell sed -n 's/.*gvisor\.dev\/gvisor \(v[^ ]*\).*/\1/p' go.mod)
+
+# -trimpath and CGO_ENABLED=0 are part of the build cache's key: whatever compiles
+# gVisor must agree on them, or it is compiled once more.
+STATIC   = CGO_ENABLED=0 $(GO)
+BUILD    = -p $(JOBS) -trimpath -buildvcs=false
+LDFLAGS  = -ldflags "-X gvisor.dev/gvisor/runsc/version.version=$(VERSION)"
+TEST     = -p $(JOBS) -count=1 -buildvcs=false
+# The packages that do not have gVisor in them.
+PURE     = ./pkg/... ./memfile/...
+RUNTIME  = $(CURDIR)/bin/runsc-agentzip
+STOCK    = $(CURDIR)/bin/runsc-stock
+
+INSTALL            = .ci/install-packages
+BUILD_PACKAGES     = ca-certificates git
+UNIT_PACKAGES      = gcc libc6-dev
+DOCKER_PACKAGES    = docker.io busybox-static
+BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
+INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3-testsuite gcc libc6-dev
+DEMO_PACKAGES      = python3 git
+
+.DEFAULT_GOAL := build
+# Targets share the build cache, the machine's cores and dpkg's lock.
+.NOTPARALLEL:
+
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test bazel-test buildgen bench deps clean check-go check-root
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
+
+build: vendor | bin ## Build bin/runsc-agentzip and bin/agentbench (the default)
+	$(STATIC) build $(BUILD) $(LDFLAGS) -o bin/ ./runsc-agentzip ./tools/agentbench
+
+# -mod=readonly: the module cache's gVisor, not the patched one in vendor/.
+stock: check-go | bin ## Build bin/runsc-stock, the unpatched runsc of the same version
+	$(STATIC) build $(BUILD) $(LDFLAGS) -mod=readonly -o bin/ ./tools/runsc-stock
+
+# -mod=readonly: weave is what repairs a vendor/ that go.mod has left behind.
+vendor: check-go ## Generate vendor/ with the patched gVisor
+	@$(INSTALL) $(BUILD_PACKAGES)
+	$(GO) run -mod=readonly ./tools/weave
+
+# The Sentry covers the host's /tmp with its own: a binary below it could not
+# execute itself. In a clone below /tmp, bin/ leads elsewhere.
+bin:
+	@case "$(realpath $(CURDIR))/" in \
+	/tmp/*) dir=$$(mktemp -d /var/tmp/runsc-agentzip-bin.XXXXXX) && chmod 755 "$$dir" && ln -sfn "$$dir" bin && \
+		echo "make: this folder is below /tmp, so bin/ leads to $$dir" ;; \
+	*) mkdir -p bin ;; \
+	esac
+
+demo: check-root build stock ## Build, then show the main job on real sandboxes
+	@$(INSTALL) $(DEMO_PACKAGES)
+	bin/agentbench demo $(DEMO_FLAGS)
+
+test: check-root deps check unit fuzz build stock fleet-test docker-test integrity-test bazel-test ## Run everything that CI runs
+
+check: vendor ## Check formatting, BUILD.bazel files and go vet
+	@files=$$(find . -name '*.go' -not -path './vendor/*' -not -path './.git/*' | xargs gofmt -l); \
+	if [ -n "$$files" ]; then echo "not formatted, run gofmt -w on:"; echo "$$files"; exit 1; fi
+	$(GO) run ./tools/bazel/buildgen -check
+	$(STATIC) vet -p $(JOBS) -trimpath -buildvcs=false ./...
+
+unit: vendor ## Run the unit tests, those without gVisor in them under -race
+	@$(INSTALL) $(UNIT_PACKAGES)
+	CGO_ENABLED=1 $(GO) test $(TEST) -race $(PURE)
+	$(STATIC) test $(TEST) -trimpath ./runsc-agentzip/... ./tools/...
+
+fuzz: vendor ## Run every fuzz target for FUZZTIME
+	@GO="$(GO)" .ci/fuzz $(FUZZTIME) $(JOBS) $(PURE)
+
+fleet-test: build stock check-root
+	FLEET_RUNSC=$(STOCK) $(STATIC) test $(TEST) -trimpath -run EndToEnd ./pkg/fleet
+	FLEET_RUNSC=$(RUNTIME) $(STATIC) test $(TEST) -trimpath -run EndToEnd ./pkg/fleet
+
+docker-test: build check-root ## Run containers through a real dockerd
+	@$(INSTALL) $(DOCKER_PACKAGES)
+	$(STATIC) test $(TEST) -trimpath -timeout 10m ./test/docker -runtime=$(RUNTIME)
+
+integrity-test: build stock check-root ## Run real programs under continuous eviction
+	@$(INSTALL) $(INTEGRITY_PACKAGES)
+	$(STATIC) test $(TEST) -trimpath -timeout 30m ./test/integrity -runtime=$(RUNTIME)
+
+test-long: test ## Also run the integrity tests that take long
+	$(STATIC) test $(TEST) -trimpath -timeout 3h ./test/integrity -runtime=$(RUNTIME) -long
+
+# --batch: no bazel server is left behind.
+bazel-test: vendor ## Run the unit tests through bazel
+	@$(INSTALL) $(BAZEL_PACKAGES)
+	bazel --batch test --jobs=$(JOBS) //...
+
+buildgen: check-go ## Write the BUILD.bazel files anew
+	$(GO) run ./tools/bazel/buildgen
+
+bench: vendor ## Run the benchmarks
+	$(STATIC) test $(TEST) -trimpath -run '^$$' -bench . -benchmem $(BENCH_FLAGS) $(PURE)
+
+deps: ## Install every Debian package that some target needs
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+
+clean: ## Remove everything that was generated
+	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi
+	rm -rf bin out vendor
+	rm -f bazel-bin bazel-out bazel-testlogs "bazel-$(notdir $(CURDIR))"
+
+check-go:
+	@command -v $(GO) >/dev/null || { \
+		echo "make: there is no go command in PATH. Install Go $(shell sed -n 's/^go //p' go.mod) or newer from https://go.dev/dl/ (Debian 12's own is too old)." >&2; exit 1; }
+
+check-root:
+	@[ "$$(id -u)" = 0 ] || { \
+		echo "make: sandboxes, dockerd and apt need root. Run it as root: sudo make $(firstword $(MAKECMDGOALS))" >&2; exit 1; }
