@@ -25,8 +25,10 @@ STATIC   = CGO_ENABLED=0 $(GO)
 BUILD    = -p $(JOBS) -trimpath -buildvcs=false
 LDFLAGS  = -ldflags "-X gvisor.dev/gvisor/runsc/version.version=$(VERSION)"
 TEST     = -p $(JOBS) -count=1 -buildvcs=false
-# The packages that do not have gVisor in them.
-PURE     = ./pkg/... ./memfile/...
+# The packages that do not have gVisor in them, and all. Not ./...: out/ holds
+# whatever the demo puts there, root filesystems with Go sources included.
+PURE     = ./memfile/... ./pkg/...
+ALL      = $(PURE) ./runsc-agentzip/... ./test/... ./tools/...
 RUNTIME  = $(CURDIR)/bin/runsc-agentzip
 STOCK    = $(CURDIR)/bin/runsc-stock
 
@@ -75,10 +77,10 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 test: check-root deps check unit fuzz build stock fleet-test docker-test integrity-test bazel-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
-	@files=$$(find . -name '*.go' -not -path './vendor/*' -not -path './.git/*' | xargs gofmt -l); \
+	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
 	if [ -n "$$files" ]; then echo "not formatted, run gofmt -w on:"; echo "$$files"; exit 1; fi
 	$(GO) run ./tools/bazel/buildgen -check
-	$(STATIC) vet -p $(JOBS) -trimpath -buildvcs=false ./...
+	$(STATIC) vet -p $(JOBS) -trimpath -buildvcs=false $(ALL)
 
 unit: vendor ## Run the unit tests, those without gVisor in them under -race
 	@$(INSTALL) $(UNIT_PACKAGES)

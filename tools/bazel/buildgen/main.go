@@ -31,6 +31,10 @@ const gvisor = "gvisor.dev/gvisor/"
 // weave is the label of what decides what that patch is.
 const weave = "//tools/weave:weave_package"
 
+// patterns are where our packages are. Not ./...: out/ holds whatever the demo
+// puts there, such as root filesystems with Go sources in them.
+var patterns = []string{"./memfile/...", "./pkg/...", "./runsc-agentzip/...", "./test/...", "./tools/..."}
+
 // pkg is the part of go list's description that we use.
 type pkg struct {
 	Dir          string
@@ -104,11 +108,12 @@ func list() ([]pkg, error) {
 		return nil, failure("go list -m", err)
 	}
 	// -e: a package that does not compile for want of vendor/ is still known.
-	cmd := exec.Command("go", "list", "-e", "-json=Dir,ImportPath,Name,Module,GoFiles,Imports,Deps,TestGoFiles,TestImports,XTestGoFiles,XTestImports", "./...")
+	args := []string{"list", "-e", "-json=Dir,ImportPath,Name,Module,GoFiles,Imports,Deps,TestGoFiles,TestImports,XTestGoFiles,XTestImports"}
+	cmd := exec.Command("go", append(args, patterns...)...)
 	cmd.Dir = strings.TrimSpace(string(root))
 	out, err := cmd.Output()
 	if err != nil {
-		return nil, failure("go list ./...", err)
+		return nil, failure("go list", err)
 	}
 	var packages []pkg
 	for decoder := json.NewDecoder(bytes.NewReader(out)); ; {
