@@ -1,0 +1,406 @@
+package memfile
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"runsc-agentzip/memfile/arena"
+	"runsc-agentzip/memfile/codec"
+)
+
+// A Range is a part of the memory file: bytes, Start <= offset < End. Both are
+// multiples of PageSize unless said otherwise.
+type Range struct{ Start, End uint64 }
+
+// Host is the memory file and the Sentry as the Backend needs them. Offsets and
+// lengths are in bytes and multiples of PageSize.
+type Host interface {
+	// ReadAt and WriteAt transfer all of p from and to the backing file. They
+	// must not take the allocator's lock.
+	ReadAt(p []byte, off uint64) error
+	WriteAt(p []byte, off uint64) error
+
+	// Punch frees the host memory behind r; the file reads as zeroes there.
+	// It must not take the allocator's lock.
+	Punch(r Range) error
+
+	// Resident sets bit 0 of vec[i] if the i-th page from off is in memory.
+	Resident(off uint64, vec []byte) error
+
+	// HeldBytes is the host memory that the backing file holds.
+	HeldBytes() (uint64, error)
+
+	// VisitEvictable calls fn for ranges of pages in use that may be evicted,
+	// in ascending order, with the allocator locked: no page passed to fn is
+	// freed before VisitEvictable returns.
+	VisitEvictable(fn func(Range))
+
+	// EndAccess returns once every access to the marked, sorted ranges that
+	// began before the call has ended: application mappings are gone, and
+	// memory managers have no internal mapping in use. (The Backend itself
+	// waits for sections.) It calls unmark for parts that may not be evicted
+	// after all, gives up with an error at the deadline, and soon after stop
+	// returns true.
+	EndAccess(marked []Range, unmark func(Range), deadline time.Time, stop func() bool) error
+
+	// Fatal ends the sandbox at once with the message. It does not return.
+	Fatal(msg string)
+}
+
+// Options are a Backend's parameters; DefaultOptions says what they are by
+// default.
+type Options struct {
+	// MapUnit is how many bytes around a fault are restored and mapped
+	// together: a power of two, at least PageSize.
+	MapUnit uint64
+
+	// Workers is how many goroutines encode during an eviction.
+	Workers int
+
+	// Restorers bounds how many accesses decode at the same time. More do not
+	// help: writes to one shmem file share a lock in the host.
+	Restorers int
+
+	// StoreMax limits the store, in bytes; 0 is no limit.
+	StoreMax uint64
+
+	// AccessTimeout is how long an eviction waits for accesses to end before
+	// it gives up.
+	AccessTimeout time.Duration
+
+	// NoMemoryTimeout is how long a restore that the host refuses memory for
+	// tries again before it fails.
+	NoMemoryTimeout time.Duration
+
+	// TestCorrupt, if not 0, flips a bit in the blob of the n-th page stored.
+	TestCorrupt uint64
+}
+
+// DefaultOptions returns the parameters used unless said otherwise.
+func DefaultOptions() Options {
+	return Options{
+		MapUnit:         64 << 10,
+		Workers:         1,
+		Restorers:       8,
+		AccessTimeout:   100 * time.Millisecond,
+		NoMemoryTimeout: 10 * time.Second,
+	}
+}
+
+// Errors of Evict, Deepen and Check.
+var (
+	// ErrInhibited is returned while a save keeps all pages in the file.
+	ErrInhibited = errors.New("eviction is inhibited: a checkpoint is being taken")
+	// ErrStopped is returned when the caller's stop function ended the work.
+	ErrStopped = errors.New("stopped")
+	// ErrClosed is returned after Close.
+	ErrClosed = errors.New("the memory file backend is closed")
+)
+
+// A Backend evicts and restores the pages of one memory file. See the package
+// comment for states and locks.
+type Backend struct {
+	host  Host
+	opts  Options
+	table table
+	store *arena.Arena
+
+	// nonResident counts the pages in any state but resident. A page is
+	// counted before it leaves that state and until after it is back, so zero
+	// means that no gate has anything to do.
+	nonResident atomic.Int64
+
+	// havePinned is set once a page has been pinned, which makes Drop look at
+	// resident pages too.
+	havePinned atomic.Bool
+
+	sections sections
+	waiters  waiters
+
+	// restorers holds the decoders that are not in use. A restore takes one,
+	// makes one if it took nil, and puts it back.
+	restorers chan *restorer
+
+	// passMu is held by an eviction, a deepening, a check and while a save
+	// begins.
+	passMu sync.Mutex
+
+	// inhibit counts the saves in progress. It changes with passMu held and is
+	// read without it by running passes, which then stop.
+	inhibit atomic.Int64
+
+	frees  frees
+	closed atomic.Bool
+
+	encoders sync.Pool
+
+	stats counters
+}
+
+// New returns a Backend for the file behind host, which has no pages yet.
+func New(host Host, opts Options) (*Backend, error) {
+	if opts.MapUnit < PageSize || opts.MapUnit&(opts.MapUnit-1) != 0 {
+		return nil, fmt.Errorf("memfile: map unit of %d bytes: must be a power of two, at least %d", opts.MapUnit, PageSize)
+	}
+	if opts.Workers < 1 || opts.Restorers < 1 {
+		return nil, fmt.Errorf("memfile: %d workers and %d restorers: need at least one of each", opts.Workers, opts.Restorers)
+	}
+	store, err := arena.New(arena.Options{MaxBytes: opts.StoreMax})
+	if err != nil {
+		return nil, fmt.Errorf("memfile: %w", err)
+	}
+	b := &Backend{
+		host:      host,
+		opts:      opts,
+		store:     store,
+		restorers: make(chan *restorer, opts.Restorers),
+	}
+	b.encoders.New = func() any { return newEncoder() }
+	b.waiters.init()
+	for range opts.Restorers {
+		b.restorers <- nil
+	}
+	return b, nil
+}
+
+// Extend tells the Backend that the file now has size bytes. It must precede
+// any access to the new pages.
+func (b *Backend) Extend(size uint64) error {
+	return b.table.extend(size >> pageShift)
+}
+
+// NonResident is the counter that must be zero for Gate to be skipped.
+func (b *Backend) NonResident() *atomic.Int64 {
+	return &b.nonResident
+}
+
+// EnterSection opens a bracket around accesses that no memory manager lock
+// covers; evictions wait for it. It never blocks.
+func (b *Backend) EnterSection() uint32 { return b.sections.enter() }
+
+// ExitSection closes the bracket that EnterSection returned the token of.
+func (b *Backend) ExitSection(token uint32) { b.sections.exit(token) }
+
+// Close frees the store and the page table. Nothing may use the Backend
+// afterwards, except Stats, Evict, Deepen and Check, which return zeroes or
+// ErrClosed.
+func (b *Backend) Close() {
+	b.closed.Store(true)
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	_ = b.store.Close()
+	b.table.close()
+}
+
+// pagesOf returns the pages that overlap the bytes [start, end).
+func pagesOf(start, end uint64) (first, last uint64) {
+	return start >> pageShift, (end + PageSize - 1) >> pageShift
+}
+
+// Gate returns with every page that overlaps the bytes [start, end) resident.
+// An error means that the host had no memory for a page; those pages stay
+// evicted and intact.
+func (b *Backend) Gate(start, end uint64) error {
+	p, last := pagesOf(start, end)
+	for ; p < last; p++ {
+		if atomic.LoadUint64(b.table.at(p))&stateMask != resident {
+			return b.gateSlow(p, last, &b.stats.demand)
+		}
+	}
+	return nil
+}
+
+// gateSlow is Gate for pages [p, last); restored pages are added to cause.
+func (b *Backend) gateSlow(p, last uint64, cause *atomic.Uint64) error {
+	for p < last {
+		at := b.table.at(p)
+		switch w := atomic.LoadUint64(at); w & stateMask {
+		case resident:
+			p++
+		case candidate, raw:
+			if atomic.CompareAndSwapUint64(at, w, w&^stateMask) {
+				b.nonResident.Add(-1)
+				if w&stateMask == candidate {
+					b.stats.aborted.Add(1)
+				} else {
+					b.stats.raw.Add(-1)
+				}
+				p++
+			}
+		case committing, busy:
+			b.waiters.wait(p, at)
+		case evicted:
+			n, err := b.restoreRun(p, last, cause)
+			if err != nil {
+				return err
+			}
+			p += n
+		default:
+			b.host.Fatal(fmt.Sprintf("page table corrupted: page %#x has word %#x", p<<pageShift, w))
+		}
+	}
+	return nil
+}
+
+// Drop forgets the content of the pages in [start, end), which the caller is
+// about to free or zero. It may be called with the allocator's lock held.
+func (b *Backend) Drop(start, end uint64) {
+	if b.nonResident.Load() == 0 && !b.havePinned.Load() {
+		return
+	}
+	b.frees.open()
+	defer b.frees.close()
+	p, last := pagesOf(start, end)
+	for p < last {
+		at := b.table.at(p)
+		w := atomic.LoadUint64(at)
+		switch w & stateMask {
+		case committing, busy:
+			b.waiters.wait(p, at)
+			continue
+		case resident:
+			if w == resident {
+				p++
+				continue
+			}
+		}
+		if !atomic.CompareAndSwapUint64(at, w, resident) {
+			continue
+		}
+		switch w & stateMask {
+		case candidate:
+			b.nonResident.Add(-1)
+		case raw:
+			b.nonResident.Add(-1)
+			b.stats.raw.Add(-1)
+		case evicted:
+			b.nonResident.Add(-1)
+			b.forget(w)
+			b.stats.dropped.Add(1)
+		}
+		p++
+	}
+}
+
+// forget frees what the word of a page that is no longer evicted refers to.
+func (b *Backend) forget(w word) {
+	b.stats.form(tagOf(w)).Add(-1)
+	if h := handleOf(w); h != 0 {
+		b.store.Free(h)
+	}
+}
+
+// Pin makes the pages in [start, end) resident and keeps them so until they
+// are dropped.
+func (b *Backend) Pin(start, end uint64) error {
+	b.havePinned.Store(true)
+	p, last := pagesOf(start, end)
+	for p < last {
+		at := b.table.at(p)
+		w := atomic.LoadUint64(at)
+		if w&stateMask != resident {
+			if err := b.gateSlow(p, p+1, &b.stats.demand); err != nil {
+				return err
+			}
+			continue
+		}
+		if w&pinned != 0 || atomic.CompareAndSwapUint64(at, w, w|pinned) {
+			p++
+		}
+	}
+	return nil
+}
+
+// windowMax bounds how far Window looks for resident neighbours, in pages each
+// way: 8 MiB, a few microseconds of work.
+const windowMax = 2048
+
+// Window returns the part of the bytes [limStart, limEnd) worth mapping in one
+// go for an access to [needStart, needEnd), which it includes. It is the map
+// unit around the access, whatever the state of its pages, and beyond it those
+// neighbours that are resident, which cost nothing. It stops at candidates:
+// mapping one would end its eviction without anybody having touched it.
+func (b *Backend) Window(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
+	unit := b.mapUnit()
+	start := max(needStart&^(unit-1), limStart)
+	end := limEnd
+	if e := (needEnd + unit - 1) &^ (unit - 1); e > needEnd && e < limEnd {
+		end = e
+	} else if e == needEnd {
+		end = needEnd
+	}
+	p, lo := start>>pageShift, limStart>>pageShift
+	for n := 0; p > lo && n < windowMax && atomic.LoadUint64(b.table.at(p-1))&stateMask == resident; n++ {
+		p--
+	}
+	q, hi := end>>pageShift, limEnd>>pageShift
+	for n := 0; q < hi && n < windowMax && atomic.LoadUint64(b.table.at(q))&stateMask == resident; n++ {
+		q++
+	}
+	return p << pageShift, q << pageShift
+}
+
+// mapUnit is the configured unit, doubled while a process that touched every
+// other unit of the file could end up with more than 16384 host mappings (the
+// kernel's limit is 65530 by default, and the platform panics beyond it).
+func (b *Backend) mapUnit() uint64 {
+	unit := b.opts.MapUnit
+	for size := b.table.pages() << pageShift; size/unit > 2*16384; {
+		unit *= 2
+	}
+	return unit
+}
+
+// EvictedBytes is the size of the pages that only the store holds.
+func (b *Backend) EvictedBytes() uint64 {
+	return b.stats.evictedPages() << pageShift
+}
+
+// OverlayCommitted sets bit 0 of vec[i] for each evicted page, vec[0] being
+// the page at byte start.
+func (b *Backend) OverlayCommitted(start uint64, vec []byte) {
+	p := start >> pageShift
+	for i := range vec {
+		switch atomic.LoadUint64(b.table.at(p+uint64(i))) & stateMask {
+		case evicted, busy, committing:
+			vec[i] |= 1
+		}
+	}
+}
+
+// BeginSave brings every page back into the file and keeps it there until the
+// returned function is called. On error, nothing is inhibited and no page is
+// lost.
+func (b *Backend) BeginSave() (func(), error) {
+	// A running pass sees inhibit and stops.
+	b.inhibit.Add(1)
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	if b.closed.Load() {
+		b.inhibit.Add(-1)
+		return nil, ErrClosed
+	}
+	for p, n := uint64(0), b.table.pages(); p < n && b.stats.evictedPages() != 0; p++ {
+		if s := atomic.LoadUint64(b.table.at(p)) & stateMask; s == evicted || s == busy {
+			if err := b.gateSlow(p, min(p+restoreMax, n), &b.stats.saved); err != nil {
+				b.inhibit.Add(-1)
+				return nil, err
+			}
+		}
+	}
+	var once sync.Once
+	return func() { once.Do(func() { b.inhibit.Add(-1) }) }, nil
+}
+
+// Inhibited tells whether a save keeps all pages in the file.
+func (b *Backend) Inhibited() bool { return b.inhibit.Load() != 0 }
+
+func tagOf(w word) codec.Tag       { return codec.Tag(w >> tagShift) }
+func handleOf(w word) arena.Handle { return arena.Handle(w >> handleShift & handleMask) }
+
+func evictedWord(tag codec.Tag, h arena.Handle) word {
+	return evicted | word(tag)<<tagShift | word(h)<<handleShift
+}

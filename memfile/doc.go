@@ -1,0 +1,54 @@
+// Package memfile is the memory file backend: it takes guest pages out of a
+// memory file while nothing can access them, keeps a smaller form of each, and
+// puts them back before anything accesses them again.
+//
+// It does not import the Sentry. What it needs of the memory file and of the
+// Sentry is the Host interface; what the hooks inside gVisor call is the
+// Backend's exported methods.
+//
+// # States
+//
+// Each page of the file has one word in the page table:
+//
+//   - Resident: the content is in the file. This is the state of a page that
+//     was never touched, of a free page and of a page in use alike.
+//   - Candidate: the content is in the file, an eviction has marked the page
+//     and may take it. Whoever accesses the page makes it resident again; the
+//     eviction then leaves it alone. This is the accessed bit.
+//   - Raw: like candidate, but no eviction is interested: the page had no
+//     profitable form. It stays unmapped from the application, so that the next
+//     eviction knows it has not changed and need not try again.
+//   - Committing: an eviction has stored the page and is freeing it in the
+//     file. Whoever accesses the page waits.
+//   - Evicted: the file has a hole; the word tells where the stored form is.
+//   - Busy: somebody is turning an evicted page into a resident one or
+//     replacing its stored form. Whoever accesses the page waits.
+//
+// Transitions, all by compare-and-swap on the word:
+//
+//	resident -> candidate             Evict, under the allocator's lock
+//	candidate, raw -> resident        Gate, Drop, unmark
+//	candidate -> committing           Evict
+//	candidate -> raw                  Evict
+//	committing -> evicted, resident   Evict (resident if freeing failed)
+//	evicted -> busy                   Gate, BeginSave, Deepen, Check
+//	busy -> resident, evicted         the same
+//	evicted -> resident               Drop, without restoring
+//
+// # Why an eviction is safe
+//
+// Evict marks pages, then has the Host end every access that began before:
+// application mappings are removed, memory manager locks are taken once, and
+// sections that were open are waited for. Every access that begins later passes
+// Gate, which makes the page resident. So a page still candidate after that has
+// no accessor, and the transition to committing by compare-and-swap decides
+// between an accessor and the eviction.
+//
+// # Locks
+//
+// Backend.passMu serialises evictions, deepening, checks and saves. It is taken
+// with no other lock held. Gate, Drop, Pin, Window and the section methods take
+// no lock but a waiter's shard lock, which is a leaf, and the arena's, so they
+// may be called with any lock of the Sentry held, the allocator's included.
+// Host.VisitEvictable is called with passMu held and takes the allocator's lock.
+package memfile

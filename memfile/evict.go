@@ -1,0 +1,546 @@
+package memfile
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"runsc-agentzip/memfile/arena"
+	"runsc-agentzip/memfile/codec"
+)
+
+// batchPages is how many pages are read, encoded and freed together, 64 KiB.
+const batchPages = 16
+
+// An encoder is what one worker works with.
+type encoder struct {
+	enc  *codec.Encoder
+	in   [batchPages * PageSize]byte
+	out  [codec.MaxEncoded]byte
+	word [batchPages]word
+}
+
+func newEncoder() *encoder { return &encoder{enc: codec.NewEncoder()} }
+
+// EvictOptions are the parameters of one eviction.
+type EvictOptions struct {
+	// Tier is how hard to compress.
+	Tier codec.Tier
+
+	// Settle is how long pages stay unmapped before they are written out. A
+	// page touched meanwhile costs one remap to keep; later it costs a
+	// restore.
+	Settle time.Duration
+
+	// Stop, if not nil, is asked often; when it returns true the eviction
+	// ends within a batch and leaves all other pages resident.
+	Stop func() bool
+}
+
+// EvictResult counts the pages of one eviction.
+type EvictResult struct {
+	Marked, Evicted, Aborted, Rejected uint64
+	// Skipped pages were marked and could not be evicted because their memory
+	// is locked by the application or the eviction ended early.
+	Skipped uint64
+	Elapsed time.Duration
+}
+
+// Evict takes every eligible page that has a profitable form out of the file.
+// On error, what was evicted so far stays evicted and everything else is
+// resident; no page is ever lost.
+func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	start := time.Now()
+	stop := b.stopFunc(opts.Stop)
+	if err := b.passError(stop); err != nil {
+		return EvictResult{}, err
+	}
+	abortedBefore := b.stats.aborted.Load()
+	var res EvictResult
+	marked, n, err := b.mark()
+	res.Marked = n
+	if err == nil && n != 0 {
+		err = b.endAccess(marked, stop)
+		if err == nil && opts.Settle > 0 {
+			err = b.settle(opts.Settle, stop)
+		}
+		if err == nil {
+			err = b.writeOut(marked, opts.Tier, stop, &res)
+		}
+	}
+	for _, r := range marked {
+		res.Skipped += b.unmark(r)
+	}
+	res.Aborted = b.stats.aborted.Load() - abortedBefore
+	res.Elapsed = time.Since(start)
+	if n != 0 {
+		b.stats.evictNS.add(res.Elapsed)
+	}
+	if err == nil {
+		err = b.passError(stop)
+	}
+	return res, err
+}
+
+// stopFunc combines the reasons for a pass to end early.
+func (b *Backend) stopFunc(stop func() bool) func() bool {
+	return func() bool {
+		return b.inhibit.Load() != 0 || b.closed.Load() || stop != nil && stop()
+	}
+}
+
+func (b *Backend) passError(stop func() bool) error {
+	switch {
+	case b.closed.Load():
+		return ErrClosed
+	case b.inhibit.Load() != 0:
+		return ErrInhibited
+	case stop():
+		return ErrStopped
+	}
+	return nil
+}
+
+// mark makes candidates of the resident pages that may be evicted and returns
+// them as sorted ranges.
+func (b *Backend) mark() (marked []Range, n uint64, err error) {
+	// Which pages are in memory is asked without the allocator's lock, since
+	// that may take a while. A page that is freed meanwhile is not in the
+	// second visit; one that is zeroed meanwhile is stored as zero.
+	var ranges []Range
+	b.host.VisitEvictable(func(r Range) {
+		if k := len(ranges) - 1; k >= 0 && ranges[k].End == r.Start {
+			ranges[k].End = r.End
+		} else {
+			ranges = append(ranges, r)
+		}
+	})
+	var inMemory []Range
+	vec := make([]byte, 8192)
+	for _, r := range ranges {
+		for off := r.Start; off < r.End; {
+			v := vec[:min(uint64(len(vec)), (r.End-off)>>pageShift)]
+			if err := b.host.Resident(off, v); err != nil {
+				return nil, 0, fmt.Errorf("asking which pages are in memory: %w", err)
+			}
+			for i := 0; i < len(v); i++ {
+				if v[i]&1 == 0 {
+					continue
+				}
+				s := i
+				for i < len(v) && v[i]&1 != 0 {
+					i++
+				}
+				inMemory = appendRange(inMemory, off+uint64(s)<<pageShift, off+uint64(i)<<pageShift)
+			}
+			off += uint64(len(v)) << pageShift
+		}
+	}
+
+	k := 0
+	b.host.VisitEvictable(func(r Range) {
+		for k < len(inMemory) && inMemory[k].End <= r.Start {
+			k++
+		}
+		for i := k; i < len(inMemory) && inMemory[i].Start < r.End; i++ {
+			first, last := max(inMemory[i].Start, r.Start)>>pageShift, min(inMemory[i].End, r.End)>>pageShift
+			// Counted before the first of them leaves the resident state.
+			b.nonResident.Add(int64(last - first))
+			skipped := int64(0)
+			for p := first; p < last; p++ {
+				if !atomic.CompareAndSwapUint64(b.table.at(p), resident, candidate) {
+					skipped++
+					continue
+				}
+				n++
+				marked = appendRange(marked, p<<pageShift, (p+1)<<pageShift)
+			}
+			b.nonResident.Add(-skipped)
+		}
+	})
+	return marked, n, nil
+}
+
+func appendRange(rs []Range, start, end uint64) []Range {
+	if k := len(rs) - 1; k >= 0 && rs[k].End == start {
+		rs[k].End = end
+		return rs
+	}
+	return append(rs, Range{start, end})
+}
+
+// unmark makes the candidates in r resident and returns how many there were.
+func (b *Backend) unmark(r Range) (n uint64) {
+	for p, last := pagesOf(r.Start, r.End); p < last; p++ {
+		if atomic.CompareAndSwapUint64(b.table.at(p), candidate, resident) {
+			n++
+		}
+	}
+	b.nonResident.Add(-int64(n))
+	return n
+}
+
+// endAccess returns once no access that began before the call can reach the
+// marked pages.
+func (b *Backend) endAccess(marked []Range, stop func() bool) error {
+	deadline := time.Now().Add(b.opts.AccessTimeout)
+	unmark := func(r Range) {
+		b.stats.rejects[rejectLocked].Add(b.unmark(r))
+	}
+	if err := b.host.EndAccess(marked, unmark, deadline, stop); err != nil {
+		b.stats.busyPasses.Add(1)
+		return fmt.Errorf("waiting for accesses to end: %w", err)
+	}
+	if !b.sections.wait(deadline, stop) {
+		b.stats.busyPasses.Add(1)
+		return errors.New("waiting for accesses to end: a file operation takes too long")
+	}
+	return nil
+}
+
+func (b *Backend) settle(d time.Duration, stop func() bool) error {
+	const step = 5 * time.Millisecond
+	for end := time.Now().Add(d); ; {
+		left := time.Until(end)
+		if left <= 0 {
+			return nil
+		}
+		if stop() {
+			return ErrStopped
+		}
+		time.Sleep(min(left, step))
+	}
+}
+
+// writeOut encodes, stores and frees the pages in marked that are still
+// candidates.
+func (b *Backend) writeOut(marked []Range, tier codec.Tier, stop func() bool, res *EvictResult) error {
+	var (
+		mu      sync.Mutex
+		next    int
+		off     uint64
+		failure error
+	)
+	// take returns the next batch: at most batchPages pages of one range.
+	take := func() (r Range, ok bool) {
+		mu.Lock()
+		defer mu.Unlock()
+		if failure != nil || next == len(marked) {
+			return Range{}, false
+		}
+		if stop() {
+			failure = ErrStopped
+			return Range{}, false
+		}
+		r.Start = max(marked[next].Start, off)
+		r.End = min(r.Start+batchPages*PageSize, marked[next].End)
+		off = r.End
+		if off == marked[next].End {
+			next++
+		}
+		return r, true
+	}
+	work := func() {
+		e := b.encoders.Get().(*encoder)
+		defer b.encoders.Put(e)
+		for {
+			r, ok := take()
+			if !ok {
+				return
+			}
+			done, rejected, err := b.evictBatch(e, r, tier)
+			mu.Lock()
+			res.Evicted += done
+			res.Rejected += rejected
+			if err != nil && failure == nil {
+				failure = err
+			}
+			mu.Unlock()
+		}
+	}
+	var wg sync.WaitGroup
+	for range b.opts.Workers - 1 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			work()
+		}()
+	}
+	work()
+	wg.Wait()
+	return failure
+}
+
+// evictBatch evicts the candidates among the pages of r, at most batchPages.
+func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, rejected uint64, err error) {
+	first, n := r.Start>>pageShift, int((r.End-r.Start)>>pageShift)
+	in := e.in[:r.End-r.Start]
+	if err := b.host.ReadAt(in, r.Start); err != nil {
+		return 0, 0, fmt.Errorf("reading %d bytes at memory file offset %#x: %w", len(in), r.Start, err)
+	}
+
+	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
+	// or 0.
+	for i := range n {
+		e.word[i] = 0
+		at := b.table.at(first + uint64(i))
+		if atomic.LoadUint64(at) != candidate {
+			continue
+		}
+		page := (*codec.Page)(in[i*PageSize:])
+		tag, size, why := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: tier})
+		if tag == codec.TagInvalid {
+			b.stats.rejects[rejectCodec+int(why)].Add(1)
+			rejected += b.rejectPage(at)
+			continue
+		}
+		if tag == codec.TagZero {
+			e.word[i] = evictedWord(tag, 0)
+			continue
+		}
+		h, err := b.put(codec.Sum(page), first+uint64(i), tag, e.out[:size])
+		if err != nil {
+			b.stats.rejects[rejectStore].Add(1)
+			rejected += b.rejectPage(at)
+			continue
+		}
+		e.word[i] = evictedWord(tag, h)
+	}
+
+	// Commit runs of pages that are still candidates.
+	for i := 0; i < n; {
+		if e.word[i] == 0 || !atomic.CompareAndSwapUint64(b.table.at(first+uint64(i)), candidate, committing) {
+			b.discard(e.word[i])
+			i++
+			continue
+		}
+		j := i + 1
+		for j < n && e.word[j] != 0 && atomic.CompareAndSwapUint64(b.table.at(first+uint64(j)), candidate, committing) {
+			j++
+		}
+		lo, hi := first+uint64(i), first+uint64(j)
+		perr := b.host.Punch(Range{lo << pageShift, hi << pageShift})
+		for k := i; k < j; k++ {
+			at := b.table.at(first + uint64(k))
+			if perr != nil {
+				atomic.StoreUint64(at, resident)
+				b.nonResident.Add(-1)
+				b.discard(e.word[k])
+				continue
+			}
+			b.stats.form(tagOf(e.word[k])).Add(1)
+			atomic.StoreUint64(at, e.word[k])
+			done++
+		}
+		b.waiters.wake(lo, hi)
+		if perr != nil {
+			// Page j may have been claimed by nobody: only [i, j) is.
+			for k := j; k < n; k++ {
+				b.discard(e.word[k])
+			}
+			return done, rejected, fmt.Errorf("freeing memory file offsets %#x-%#x: %w", lo<<pageShift, hi<<pageShift, perr)
+		}
+		i = j
+	}
+	b.stats.evictedTotal.Add(done)
+	return done, rejected, nil
+}
+
+// rejectPage makes a candidate raw. It returns 1 if it did, 0 if the page was
+// touched meanwhile.
+func (b *Backend) rejectPage(at *word) uint64 {
+	b.stats.raw.Add(1)
+	if !atomic.CompareAndSwapUint64(at, candidate, raw) {
+		b.stats.raw.Add(-1)
+		return 0
+	}
+	return 1
+}
+
+// put stores an encoded page.
+func (b *Backend) put(sum, page uint64, tag codec.Tag, enc []byte) (arena.Handle, error) {
+	h, dst, err := b.store.Alloc(blobHeader + len(enc))
+	if err != nil {
+		return 0, err
+	}
+	putHeader(dst, sum, page, tag, len(enc))
+	copy(dst[blobHeader:], enc)
+	if n := b.stats.stored.Add(1); n == b.opts.TestCorrupt {
+		dst[blobHeader+len(enc)/2] ^= 0x10
+	}
+	return h, nil
+}
+
+// discard frees the blob of a page that was not evicted after all.
+func (b *Backend) discard(w word) {
+	if h := handleOf(w); h != 0 {
+		b.store.Free(h)
+	}
+}
+
+// Deepen replaces fast forms by deep ones where that makes them at least a
+// tenth smaller. It returns how many it replaced.
+func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	stop = b.stopFunc(stop)
+	if err := b.passError(stop); err != nil {
+		return 0, err
+	}
+	if b.stats.form(codec.TagS2).Load() == 0 {
+		return 0, nil
+	}
+	e := b.encoders.Get().(*encoder)
+	defer b.encoders.Put(e)
+	r := b.acquireRestorer()
+	defer func() { b.restorers <- r }()
+	page := (*codec.Page)(r.buf[:PageSize])
+	for p, n := uint64(0), b.table.pages(); p < n; p++ {
+		at := b.table.at(p)
+		w := atomic.LoadUint64(at)
+		if w&stateMask != evicted || tagOf(w) != codec.TagS2 {
+			if p%1024 == 0 && stop() {
+				return replaced, b.passError(stop)
+			}
+			continue
+		}
+		if stop() {
+			return replaced, b.passError(stop)
+		}
+		if !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+			continue
+		}
+		neww := w
+		if err := b.load(&r.dec, page, p, w); err != nil {
+			b.corrupt(err)
+		}
+		_, old, _ := b.blob(p, tagOf(w), handleOf(w))
+		tag, size, _ := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: codec.TierDeep})
+		if tag != codec.TagInvalid && tag != codec.TagZero && size <= len(old)*9/10 {
+			if h, err := b.put(codec.Sum(page), p, tag, e.out[:size]); err == nil {
+				neww = evictedWord(tag, h)
+				b.stats.form(tag).Add(1)
+				replaced++
+			}
+		}
+		atomic.StoreUint64(at, neww)
+		b.waiters.wake(p, p+1)
+		if neww != w {
+			b.forget(w)
+		}
+	}
+	return replaced, nil
+}
+
+// CheckResult is what Check found.
+type CheckResult struct {
+	// Stored is how many pages were evicted when Check came to them.
+	Stored uint64
+	// Problems says what is wrong, at most checkMax of them.
+	Problems []string
+}
+
+const checkMax = 100
+
+// Check decodes and verifies every evicted page, verifies that every blob in
+// the store belongs to exactly one page, and that counters agree with the page
+// table. The sandbox keeps running; a page under check delays its access by a
+// decode.
+func (b *Backend) Check(stop func() bool) (CheckResult, error) {
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	var res CheckResult
+	stop = b.stopFunc(stop)
+	if b.closed.Load() {
+		return res, ErrClosed
+	}
+	problem := func(format string, args ...any) {
+		if len(res.Problems) < checkMax {
+			res.Problems = append(res.Problems, fmt.Sprintf(format, args...))
+		}
+	}
+	r := b.acquireRestorer()
+	page := (*codec.Page)(r.buf[:PageSize])
+	for p, n := uint64(0), b.table.pages(); p < n; p++ {
+		if p%1024 == 0 && stop() {
+			b.restorers <- r
+			return res, b.passError(stop)
+		}
+		at := b.table.at(p)
+		w := atomic.LoadUint64(at)
+		if w&stateMask > busy {
+			problem("page %#x has word %#x, which is no state", p<<pageShift, w)
+			continue
+		}
+		if w&stateMask != evicted || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+			continue
+		}
+		res.Stored++
+		if err := b.load(&r.dec, page, p, w); err != nil {
+			problem("%v", err)
+		}
+		atomic.StoreUint64(at, w)
+		b.waiters.wake(p, p+1)
+	}
+	b.restorers <- r
+	// The page table and the store do not change together: a blob freed during
+	// the walk must not count as lost. So the walk is repeated until nothing
+	// disturbed it, and given up under load.
+	for try := 0; ; try++ {
+		gen, quiet := b.frees.begin()
+		var stored int64
+		var err error
+		if quiet {
+			err = b.store.Check(func(yield func(arena.Handle, int) bool) {
+				for p, n := uint64(0), b.table.pages(); p < n; p++ {
+					w := atomic.LoadUint64(b.table.at(p))
+					if s := w & stateMask; s != evicted && s != busy {
+						continue
+					}
+					stored++
+					if h := handleOf(w); h != 0 {
+						blob, _ := b.store.Bytes(h)
+						if !yield(h, len(blob)) {
+							return
+						}
+					}
+				}
+			})
+		}
+		counted := int64(b.stats.evictedPages())
+		if quiet && b.frees.undisturbed(gen) {
+			if err != nil {
+				problem("%v", err)
+			}
+			if counted != stored {
+				problem("%d pages are evicted, counted %d", stored, counted)
+			}
+			return res, nil
+		}
+		if try == 50 || stop() {
+			return res, errors.New("the sandbox is too busy for the store to be checked; its pages were checked one by one")
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// frees tells Check whether a page was taken out of the store meanwhile, by
+// somebody who does not hold passMu. A free is open from before the page's word
+// changes until its blob is freed.
+type frees struct{ opened, closed atomic.Uint64 }
+
+func (f *frees) open()  { f.opened.Add(1) }
+func (f *frees) close() { f.closed.Add(1) }
+
+// begin returns the current generation and whether no free is open.
+func (f *frees) begin() (gen uint64, quiet bool) {
+	c := f.closed.Load()
+	o := f.opened.Load()
+	return o, o == c
+}
+
+func (f *frees) undisturbed(gen uint64) bool { return f.opened.Load() == gen }

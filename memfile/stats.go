@@ -1,0 +1,140 @@
+package memfile
+
+import (
+	"math/bits"
+	"sync/atomic"
+	"time"
+
+	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/control"
+)
+
+// Causes for a page to stay resident, beyond the codec's own.
+const (
+	rejectLocked = iota
+	rejectStore
+	rejectCodec // + codec.Reject
+	numRejects  = rejectCodec + codec.NumRejects
+)
+
+// rejectName is the name of a cause in statistics.
+func rejectName(i int) string {
+	switch i {
+	case rejectLocked:
+		return "locked_by_application"
+	case rejectStore:
+		return "store_full"
+	}
+	return codec.Reject(i - rejectCodec).String()
+}
+
+// counters are the Backend's statistics. Counts of pages now in a form go up
+// and down, the others only up.
+type counters struct {
+	forms [codec.NumTags]atomic.Int64
+	raw   atomic.Int64
+
+	demand, prefetched, saved, aborted atomic.Uint64
+	evictedTotal, restored, dropped    atomic.Uint64
+	stored                             atomic.Uint64
+	busyPasses, noMemory               atomic.Uint64
+	checksumFailures                   atomic.Uint64
+	rejects                            [numRejects]atomic.Uint64
+	restoreNS, evictNS                 histogram
+}
+
+func (c *counters) form(t codec.Tag) *atomic.Int64 {
+	return &c.forms[t]
+}
+
+func (c *counters) evictedPages() uint64 {
+	n := int64(0)
+	for i := range c.forms {
+		n += c.forms[i].Load()
+	}
+	return uint64(max(n, 0))
+}
+
+// A histogram counts durations in power-of-two buckets of nanoseconds.
+type histogram struct {
+	buckets    [48]atomic.Uint64
+	count, sum atomic.Uint64
+	max        atomic.Uint64
+}
+
+func (h *histogram) add(d time.Duration) {
+	ns := uint64(max(d, 1))
+	h.buckets[min(bits.Len64(ns)-1, len(h.buckets)-1)].Add(1)
+	h.count.Add(1)
+	h.sum.Add(ns)
+	for {
+		m := h.max.Load()
+		if ns <= m || h.max.CompareAndSwap(m, ns) {
+			return
+		}
+	}
+}
+
+func (h *histogram) snapshot() control.Histogram {
+	out := control.Histogram{Count: h.count.Load(), SumNS: h.sum.Load(), MaxNS: h.max.Load()}
+	n := len(h.buckets)
+	for n > 0 && h.buckets[n-1].Load() == 0 {
+		n--
+	}
+	for i := range n {
+		out.Buckets = append(out.Buckets, h.buckets[i].Load())
+	}
+	return out
+}
+
+// Stats returns the statistics that the Backend knows of.
+func (b *Backend) Stats() control.Stats {
+	var s control.Stats
+	if b.closed.Load() {
+		return s
+	}
+	held, err := b.host.HeldBytes()
+	if err != nil {
+		return s
+	}
+	st := b.store.Stats()
+	s.ResidentBytes = held
+	s.StoreBytes = st.HeldBytes
+	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes
+	s.OwnedBytes = s.ResidentBytes + s.StoreBytes + s.MetadataBytes + s.PoolShareBytes
+	s.GuestBytes = held + b.EvictedBytes()
+
+	f := func(t codec.Tag) uint64 { return uint64(max(b.stats.form(t).Load(), 0)) }
+	s.Pages.Zero = f(codec.TagZero)
+	s.Pages.Compressed = f(codec.TagFill) + f(codec.TagS2) + f(codec.TagZstd)
+	s.Pages.Raw = uint64(max(b.stats.raw.Load(), 0))
+	s.Pages.Resident = held >> pageShift
+	s.Pages.Resident -= min(s.Pages.Resident, s.Pages.Raw)
+
+	s.Faults.Demand = b.stats.demand.Load()
+	s.Faults.Prefetched = b.stats.prefetched.Load()
+	s.Faults.Aborted = b.stats.aborted.Load()
+	s.EvictedPagesTotal = b.stats.evictedTotal.Load()
+	s.RestoredPagesTotal = b.stats.restored.Load()
+	s.RestoreNS = b.stats.restoreNS.snapshot()
+	s.EvictNS = b.stats.evictNS.snapshot()
+	s.ChecksumFailures = b.stats.checksumFailures.Load()
+	s.Rejects = map[string]uint64{}
+	for i := range b.stats.rejects {
+		if n := b.stats.rejects[i].Load(); n != 0 {
+			s.Rejects[rejectName(i)] = n
+		}
+	}
+	if n := b.stats.busyPasses.Load(); n != 0 {
+		s.Rejects["pass_gave_up_busy"] = n
+	}
+	return s
+}
+
+// HeldBytes is the host memory that the backing file holds.
+func (b *Backend) HeldBytes() (uint64, error) {
+	if b.closed.Load() {
+		return 0, ErrClosed
+	}
+	return b.host.HeldBytes()
+}

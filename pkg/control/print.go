@@ -1,0 +1,61 @@
+package control
+
+import (
+	"fmt"
+	"io"
+	"sort"
+	"time"
+)
+
+// Size formats a number of bytes for people.
+func Size(n uint64) string {
+	switch {
+	case n >= 10<<30:
+		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+	case n >= 1<<20:
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	case n >= 1<<10:
+		return fmt.Sprintf("%.1f KiB", float64(n)/(1<<10))
+	}
+	return fmt.Sprintf("%d B", n)
+}
+
+// Fprint writes s for people, one line per subject.
+func Fprint(w io.Writer, s *Stats) {
+	ratio := "-"
+	if s.OwnedBytes != 0 {
+		ratio = fmt.Sprintf("%.1fx", float64(s.GuestBytes)/float64(s.OwnedBytes))
+	}
+	row := func(name, format string, args ...any) {
+		fmt.Fprintf(w, "%-10s %s\n", name, fmt.Sprintf(format, args...))
+	}
+	row("guest", "%s committed", Size(s.GuestBytes))
+	row("owned", "%s (%s smaller): in memory %s, stored %s, bookkeeping %s, pool share %s",
+		Size(s.OwnedBytes), ratio, Size(s.ResidentBytes), Size(s.StoreBytes), Size(s.MetadataBytes), Size(s.PoolShareBytes))
+	row("template", "%s shared", Size(s.TemplateBytes))
+	row("pages", "resident %d, template %d, zero %d, pool %d, delta %d, compressed %d, raw %d",
+		s.Pages.Resident, s.Pages.Template, s.Pages.Zero, s.Pages.Pool, s.Pages.Delta, s.Pages.Compressed, s.Pages.Raw)
+	row("faults", "demand %d pages, prefetched %d, touched while candidate %d; restore mean %v, max %v",
+		s.Faults.Demand, s.Faults.Prefetched, s.Faults.Aborted, s.RestoreNS.mean(), time.Duration(s.RestoreNS.MaxNS).Round(time.Microsecond))
+	row("evictions", "%d, %d pages so far, mean %v", s.EvictNS.Count, s.EvictedPagesTotal, s.EvictNS.mean())
+	row("phase", "%s for %v", s.Phase.State, time.Duration(s.Phase.SinceNS).Round(time.Millisecond))
+	row("sentry", "%s resident", Size(s.SentryRSSBytes))
+	causes := make([]string, 0, len(s.Rejects))
+	for c := range s.Rejects {
+		causes = append(causes, c)
+	}
+	sort.Strings(causes)
+	for _, c := range causes {
+		row("rejects", "%s: %d", c, s.Rejects[c])
+	}
+	if s.ChecksumFailures != 0 {
+		row("CHECKSUM", "%d failures", s.ChecksumFailures)
+	}
+}
+
+func (h *Histogram) mean() time.Duration {
+	if h.Count == 0 {
+		return 0
+	}
+	return time.Duration(h.SumNS / h.Count).Round(time.Microsecond)
+}

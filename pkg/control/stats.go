@@ -1,0 +1,129 @@
+// Package control defines what a sandbox's memory backend says about itself
+// and what it can be asked to do: the types that travel over the sandbox's
+// control socket and that `runsc-agentzip agentzip` prints.
+//
+// The JSON names are a stable surface: other programs read them. A field that
+// a given build or configuration does not fill reads 0.
+package control
+
+// Stats is one consistent-enough snapshot of a sandbox's memory. Sizes are in
+// bytes, times in nanoseconds, the rest are counts. Fields are read one after
+// the other while the sandbox runs, so sums may be off by the pages that moved
+// meanwhile.
+type Stats struct {
+	// GuestBytes is what the guest has committed, in whatever form it is held.
+	GuestBytes uint64 `json:"guest_bytes"`
+	// ResidentBytes is what the memory file itself holds in host memory.
+	ResidentBytes uint64 `json:"resident_bytes"`
+	// StoreBytes is the memory held by the compressed store, free space in its
+	// slabs included.
+	StoreBytes uint64 `json:"store_bytes"`
+	// MetadataBytes is the page table plus the per-blob bookkeeping.
+	MetadataBytes uint64 `json:"metadata_bytes"`
+	// PoolShareBytes is this sandbox's share of pages held by the pool.
+	PoolShareBytes uint64 `json:"pool_share_bytes"`
+	// OwnedBytes is the sum of ResidentBytes, StoreBytes, MetadataBytes and
+	// PoolShareBytes.
+	OwnedBytes uint64 `json:"owned_bytes"`
+	// TemplateBytes is the size of the shared template; it is not owned.
+	TemplateBytes uint64 `json:"template_bytes"`
+	// SentryRSSBytes is the resident set of the Sentry process, shared text
+	// and its mappings of guest memory included (/proc/self/statm).
+	SentryRSSBytes uint64 `json:"sentry_rss_bytes"`
+
+	Pages    Pages    `json:"pages"`
+	Faults   Faults   `json:"faults"`
+	Prefetch Prefetch `json:"prefetch"`
+	Phase    Phase    `json:"phase"`
+
+	// RestoreNS and EvictNS are the distributions of the time one demand
+	// restore took and the time one eviction pass took.
+	RestoreNS Histogram `json:"restore_ns"`
+	EvictNS   Histogram `json:"evict_ns"`
+
+	// Rejects counts pages that stayed resident, by cause.
+	Rejects map[string]uint64 `json:"rejects"`
+
+	// Evictions, Bytes in and out of the store since the start.
+	EvictedPagesTotal  uint64 `json:"evicted_pages_total"`
+	RestoredPagesTotal uint64 `json:"restored_pages_total"`
+
+	// ChecksumFailures is 0 in a living sandbox unless it is about to be
+	// killed: a mismatch is fatal.
+	ChecksumFailures uint64 `json:"checksum_failures"`
+}
+
+// Pages counts committed guest pages by the form they are held in.
+type Pages struct {
+	Resident   uint64 `json:"resident"`
+	Template   uint64 `json:"template"`
+	Zero       uint64 `json:"zero"`
+	Pool       uint64 `json:"pool"`
+	Delta      uint64 `json:"delta"`
+	Compressed uint64 `json:"compressed"`
+	Raw        uint64 `json:"raw"`
+}
+
+// Faults counts how evicted or candidate pages came back.
+type Faults struct {
+	// Demand is the number of pages restored because something touched them.
+	Demand uint64 `json:"demand"`
+	// Prefetched is the number of pages restored ahead of use.
+	Prefetched uint64 `json:"prefetched"`
+	// Aborted is the number of pages touched while they were candidates: the
+	// eviction was given up and cost one remap.
+	Aborted uint64 `json:"aborted"`
+}
+
+// Prefetch is the quality of the working-set predictions, 0 to 1.
+type Prefetch struct {
+	Precision float64 `json:"precision"`
+	Recall    float64 `json:"recall"`
+}
+
+// Phase is what the sandbox is believed to be doing.
+type Phase struct {
+	// State is "working", "waiting" or, with eviction inhibited, "inhibited".
+	State string `json:"state"`
+	// SinceNS is how long the state has lasted.
+	SinceNS uint64 `json:"since_ns"`
+}
+
+// Histogram is a distribution over power-of-two buckets: Buckets[i] counts
+// observations in [2^i, 2^(i+1)) nanoseconds; trailing empty buckets are cut.
+type Histogram struct {
+	Count   uint64   `json:"count"`
+	SumNS   uint64   `json:"sum_ns"`
+	MaxNS   uint64   `json:"max_ns"`
+	Buckets []uint64 `json:"buckets"`
+}
+
+// EvictReport is the outcome of one forced eviction (`agentzip evict`).
+type EvictReport struct {
+	// MarkedPages were committed and eligible when the pass began.
+	MarkedPages uint64 `json:"marked_pages"`
+	// EvictedPages now have a stored form.
+	EvictedPages uint64 `json:"evicted_pages"`
+	// AbortedPages were touched during the pass.
+	AbortedPages uint64 `json:"aborted_pages"`
+	// RejectedPages had no profitable form.
+	RejectedPages uint64 `json:"rejected_pages"`
+	// SkippedPages are mapped by an address space that was busy, or pinned.
+	SkippedPages uint64 `json:"skipped_pages"`
+	// ElapsedNS is the wall time of the pass.
+	ElapsedNS uint64 `json:"elapsed_ns"`
+	// Before and After are the owned bytes on either side of the pass.
+	OwnedBefore uint64 `json:"owned_before_bytes"`
+	OwnedAfter  uint64 `json:"owned_after_bytes"`
+}
+
+// CheckReport is the outcome of the online consistency check
+// (`agentzip check`). An empty Problems means that every stored page was
+// decoded, matched its checksum and that no slot of the store is lost or used
+// twice.
+type CheckReport struct {
+	StoredPages  uint64   `json:"stored_pages"`
+	CheckedPages uint64   `json:"checked_pages"`
+	Problems     []string `json:"problems"`
+	ElapsedNS    uint64   `json:"elapsed_ns"`
+}

@@ -1,0 +1,185 @@
+// Package cmd holds the "agentzip" command of runsc-agentzip.
+package cmd
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/google/subcommands"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"gvisor.dev/gvisor/runsc/cmd/util"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/container"
+	"gvisor.dev/gvisor/runsc/flag"
+
+	"runsc-agentzip/pkg/control"
+)
+
+// Agentzip implements subcommands.Command for "agentzip".
+type Agentzip struct {
+	json bool
+}
+
+// Name implements subcommands.Command.Name.
+func (*Agentzip) Name() string { return "agentzip" }
+
+// Synopsis implements subcommands.Command.Synopsis.
+func (*Agentzip) Synopsis() string {
+	return "show and control how a sandbox's memory is kept"
+}
+
+// Usage implements subcommands.Command.Usage.
+func (*Agentzip) Usage() string {
+	return `agentzip COMMAND [-json] ID - show and control how a sandbox's memory is kept.
+
+  stats ID   memory by the form it is held in, faults, phase
+  evict ID   evict everything eligible now, wait for it, and report
+  check ID   verify every stored page and the store while the sandbox runs
+
+  -json      print JSON, with the names of package control
+
+`
+}
+
+// SetFlags implements subcommands.Command.SetFlags.
+func (a *Agentzip) SetFlags(f *flag.FlagSet) {
+	f.BoolVar(&a.json, "json", false, "print JSON")
+}
+
+// FetchSpec implements util.SubCommand.FetchSpec.
+func (*Agentzip) FetchSpec(*config.Config, *flag.FlagSet) (string, *specs.Spec, error) {
+	return "", nil, nil
+}
+
+// commands are the commands of "agentzip": the method to call, where the result
+// goes, and how a person reads it.
+var commands = map[string]func(a *Agentzip, c *container.Container, w io.Writer) error{
+	"stats": (*Agentzip).stats,
+	"evict": (*Agentzip).evict,
+	"check": (*Agentzip).check,
+}
+
+// Execute implements subcommands.Command.Execute.
+func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subcommands.ExitStatus {
+	conf := args[0].(*config.Config)
+	if f.NArg() < 1 {
+		f.Usage()
+		return subcommands.ExitUsageError
+	}
+	run, ok := commands[f.Arg(0)]
+	if !ok {
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict and check", f.Arg(0))
+	}
+	// Flags may follow the command too: "agentzip stats -json ID".
+	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
+	a.SetFlags(rest)
+	json := a.json
+	rest.BoolVar(&json, "j", a.json, "short for -json")
+	if err := rest.Parse(f.Args()[1:]); err != nil {
+		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
+	}
+	a.json = a.json || json
+	if rest.NArg() != 1 {
+		util.Fatalf("agentzip %s: want one container ID, got %d arguments", f.Arg(0), rest.NArg())
+	}
+	id := rest.Arg(0)
+	c, err := container.Load(conf.RootDir, container.FullID{ContainerID: id}, container.LoadOpts{})
+	if err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			util.Fatalf("agentzip %s: there is no container %q below --root=%s", f.Arg(0), id, conf.RootDir)
+		}
+		util.Fatalf("agentzip %s: loading container %q: %v", f.Arg(0), id, err)
+	}
+	if !c.IsSandboxRunning() {
+		util.Fatalf("agentzip %s: the sandbox of container %q does not run", f.Arg(0), id)
+	}
+	if err := run(a, c, os.Stdout); err != nil {
+		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
+	}
+	return subcommands.ExitSuccess
+}
+
+// call calls a method of sentry.Agentzip.
+func call(c *container.Container, method string, out any) error {
+	err := c.Sandbox.Call("Agentzip."+method, &struct{}{}, out)
+	if err != nil && strings.Contains(err.Error(), "unknown method") {
+		return fmt.Errorf("the sandbox was started by another runtime, without agentzip: %w", err)
+	}
+	return err
+}
+
+func printJSON(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}
+
+func (a *Agentzip) stats(c *container.Container, w io.Writer) error {
+	var s control.Stats
+	if err := call(c, "Stats", &s); err != nil {
+		return err
+	}
+	// The sandbox has no access to its own /proc on the host.
+	s.SentryRSSBytes = rss(c.Sandbox.Pid.Load())
+	if a.json {
+		return printJSON(w, &s)
+	}
+	control.Fprint(w, &s)
+	return nil
+}
+
+func (a *Agentzip) evict(c *container.Container, w io.Writer) error {
+	var r control.EvictReport
+	if err := call(c, "Evict", &r); err != nil {
+		return err
+	}
+	if a.json {
+		return printJSON(w, &r)
+	}
+	fmt.Fprintf(w, "evicted %d of %d pages in %.0f ms (touched meanwhile %d, no profitable form %d, left %d)\nowned %s -> %s\n",
+		r.EvictedPages, r.MarkedPages, float64(r.ElapsedNS)/1e6, r.AbortedPages, r.RejectedPages, r.SkippedPages,
+		control.Size(r.OwnedBefore), control.Size(r.OwnedAfter))
+	return nil
+}
+
+func (a *Agentzip) check(c *container.Container, w io.Writer) error {
+	var r control.CheckReport
+	if err := call(c, "Check", &r); err != nil {
+		return err
+	}
+	if a.json {
+		if err := printJSON(w, &r); err != nil {
+			return err
+		}
+	} else {
+		fmt.Fprintf(w, "checked %d of %d stored pages in %.0f ms: %d problems\n", r.CheckedPages, r.StoredPages, float64(r.ElapsedNS)/1e6, len(r.Problems))
+		for _, p := range r.Problems {
+			fmt.Fprintln(w, p)
+		}
+	}
+	if len(r.Problems) != 0 {
+		return fmt.Errorf("%d problems found", len(r.Problems))
+	}
+	return nil
+}
+
+// rss is the resident set of a process in bytes, or 0.
+func rss(pid int) uint64 {
+	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "statm"))
+	if err != nil {
+		return 0
+	}
+	f := strings.Fields(string(b))
+	if len(f) < 2 {
+		return 0
+	}
+	n, _ := strconv.ParseUint(f[1], 10, 64)
+	return n * uint64(os.Getpagesize())
+}

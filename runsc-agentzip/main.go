@@ -1,0 +1,50 @@
+// Command runsc-agentzip is runsc, the OCI runtime of gVisor, with a memory
+// file backend that evicts guest memory into compressed storage while the
+// sandbox waits.
+//
+// It takes every flag and command of runsc. Its own are the flags that begin
+// with --agentzip and the command "agentzip".
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"gvisor.dev/gvisor/runsc/cli/maincli"
+	"gvisor.dev/gvisor/runsc/cmd/util"
+	"gvisor.dev/gvisor/runsc/version"
+
+	"runsc-agentzip/runsc-agentzip/cmd"
+	"runsc-agentzip/runsc-agentzip/sentry"
+)
+
+func main() {
+	_ = version.Version() // set by the linker, so it has to be referenced
+	if err := checkHome(); err != nil {
+		fmt.Fprintf(os.Stderr, "runsc-agentzip: %v\n", err)
+		os.Exit(128)
+	}
+	// The sandbox process is this binary again ("boot"), so what is registered
+	// here reaches the Sentry.
+	sentry.Register()
+	maincli.ExtraCommands = map[util.SubCommand]string{new(cmd.Agentzip): "agentzip"}
+	maincli.Main()
+}
+
+// checkHome refuses to run from below /tmp: the sandbox process makes its
+// chroot there, and could then not start the binary again.
+func checkHome() error {
+	exe, err := os.Executable()
+	if err != nil {
+		return nil
+	}
+	if real, err := filepath.EvalSymlinks(exe); err == nil {
+		exe = real
+	}
+	if strings.HasPrefix(exe, "/tmp/") {
+		return fmt.Errorf("the binary is %s, and cannot be below /tmp: the sandbox mounts its root over that folder; move it, for instance to /usr/local/bin", exe)
+	}
+	return nil
+}

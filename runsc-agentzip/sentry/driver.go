@@ -1,0 +1,220 @@
+package sentry
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/pkg/sentry/kernel"
+	"gvisor.dev/gvisor/pkg/sentry/pgalloc"
+
+	"runsc-agentzip/memfile"
+	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/phase"
+)
+
+// pollInterval is how often a driver looks whether a working sandbox has
+// stopped working. A waiting one costs no polling: the kernel tells when it
+// begins to work.
+const pollInterval = 20 * time.Millisecond
+
+// idleFloor is how much memory must have come back since the last eviction for
+// another one to be worth its scan, in bytes. It keeps a heartbeat timer in the
+// guest from causing an eviction per beat.
+const idleFloor = 1 << 20
+
+// A driver evicts the memory of one kernel while its tasks wait.
+type driver struct {
+	k    *kernel.Kernel
+	f    *pgalloc.MemoryFile
+	b    *memfile.Backend
+	conf settings
+
+	stop     chan struct{}
+	stopOnce sync.Once
+
+	// waiting and since are the phase, for statistics: since is in Unix
+	// nanoseconds.
+	waiting atomic.Bool
+	since   atomic.Int64
+}
+
+// settings are the driver's share of the configuration.
+type settings struct {
+	idle, settle, deepenAfter, testEvictEvery time.Duration
+}
+
+func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, conf settings) *driver {
+	d := &driver{k: k, f: f, b: b, conf: conf, stop: make(chan struct{})}
+	d.since.Store(time.Now().UnixNano())
+	return d
+}
+
+// halt ends the driver's goroutines.
+func (d *driver) halt() {
+	d.stopOnce.Do(func() { close(d.stop) })
+}
+
+func (d *driver) setWaiting(w bool) {
+	if d.waiting.Swap(w) != w {
+		d.since.Store(time.Now().UnixNano())
+	}
+}
+
+func (d *driver) phase() control.Phase {
+	p := control.Phase{State: "working", SinceNS: uint64(max(time.Now().UnixNano()-d.since.Load(), 0))}
+	switch {
+	case d.b.Inhibited():
+		p.State = "inhibited"
+	case d.waiting.Load():
+		p.State = "waiting"
+	}
+	return p
+}
+
+// sleep returns false if the driver was halted.
+func (d *driver) sleep(t time.Duration) bool {
+	select {
+	case <-d.stop:
+		return false
+	case <-time.After(t):
+		return true
+	}
+}
+
+// run is the driver's main loop.
+func (d *driver) run() {
+	if d.conf.testEvictEvery > 0 {
+		d.runForced()
+		return
+	}
+	det := phase.NewDetector(d.conf.idle)
+	var heldAfter uint64
+	for {
+		// Working.
+		if d.k.RunningTasks() != 0 {
+			d.setWaiting(false)
+			if !d.sleep(pollInterval) {
+				return
+			}
+			continue
+		}
+		// No task runs. It is a wait if none does for the idle time. Nothing
+		// is missed between two looks: activity ends the timer.
+		activity := d.watchActivity()
+		select {
+		case <-d.stop:
+			return
+		case <-activity:
+			continue
+		case <-time.After(det.Idle()):
+		}
+		d.setWaiting(true)
+		waitStart := time.Now()
+		stop := func() bool {
+			select {
+			case <-activity:
+				return true
+			case <-d.stop:
+				return true
+			default:
+				return false
+			}
+		}
+		var work time.Duration
+		var res memfile.EvictResult
+		retry := d.f.IsAsyncLoading()
+		if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && !retry {
+			tier := codec.TierFast
+			if d.conf.deepenAfter == 0 {
+				tier = codec.TierDeep
+			}
+			var err error
+			res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
+			work = time.Since(waitStart)
+			logEvict(res, err)
+			if err == nil {
+				heldAfter, _ = d.b.HeldBytes()
+			} else {
+				heldAfter, retry = 0, true
+			}
+		}
+		if d.conf.deepenAfter != 0 {
+			select {
+			case <-activity:
+			case <-d.stop:
+				return
+			case <-time.After(max(d.conf.deepenAfter-time.Since(waitStart), 0)):
+				if n, err := d.b.Deepen(stop); n != 0 || err != nil && !benign(err) {
+					log.Debugf("agentzip: compressed %d stored pages harder (%v)", n, err)
+				}
+			}
+		}
+		if retry {
+			// Something kept the eviction from ending (loading, a save, a
+			// busy memory manager, or activity): try again if the wait goes
+			// on.
+			select {
+			case <-activity:
+			case <-d.stop:
+				return
+			case <-time.After(max(det.Idle(), 250*time.Millisecond)):
+				continue
+			}
+		}
+		select {
+		case <-activity:
+		case <-d.stop:
+			return
+		}
+		d.setWaiting(false)
+		det.Ended(phase.Wait{Length: time.Since(waitStart), Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
+	}
+}
+
+// watchActivity returns a channel that is closed when a task runs.
+func (d *driver) watchActivity() <-chan struct{} {
+	c := make(chan struct{})
+	go func() {
+		if d.k.WaitForTaskActivity(d.stop) {
+			close(c)
+		}
+	}()
+	return c
+}
+
+// runForced evicts everything at a fixed interval, whatever the tasks do, for
+// tests of integrity.
+func (d *driver) runForced() {
+	for n := 0; d.sleep(d.conf.testEvictEvery); n++ {
+		if d.f.IsAsyncLoading() {
+			continue
+		}
+		tier := codec.TierFast
+		if n%2 == 1 {
+			tier = codec.TierDeep
+		}
+		res, err := d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle})
+		logEvict(res, err)
+		if n%4 == 0 {
+			_, _ = d.b.Deepen(nil)
+		}
+	}
+}
+
+func benign(err error) bool {
+	return errors.Is(err, memfile.ErrStopped) || errors.Is(err, memfile.ErrInhibited) || errors.Is(err, memfile.ErrClosed)
+}
+
+func logEvict(res memfile.EvictResult, err error) {
+	if err != nil && !benign(err) {
+		log.Infof("agentzip: eviction ended early: %v", err)
+	}
+	if res.Marked != 0 {
+		log.Debugf("agentzip: evicted %d of %d pages in %v (touched meanwhile %d, no profitable form %d, left %d)",
+			res.Evicted, res.Marked, res.Elapsed, res.Aborted, res.Rejected, res.Skipped)
+	}
+}

@@ -1,0 +1,290 @@
+package pgalloc
+
+import (
+	"fmt"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/errors/linuxerr"
+	"gvisor.dev/gvisor/pkg/hostarch"
+	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/pkg/safemem"
+	"gvisor.dev/gvisor/pkg/sentry/memmap"
+	"gvisor.dev/gvisor/pkg/sentry/usage"
+)
+
+// A PageBackend owns the content of a MemoryFile's pages: it may take a page
+// out of the backing file while nothing can access it, and puts it back before
+// anything does. All offsets are bytes into the memory file.
+//
+// Lock order: any Sentry lock, MemoryFile.mu included, may be held when calling
+// a PageBackend; a PageBackend never takes MemoryFile.mu in the methods below,
+// BeginSave excepted.
+type PageBackend interface {
+	// Extend tells that the file now has size bytes. It precedes every access
+	// to the new pages.
+	Extend(size uint64) error
+
+	// Gate returns with every page that overlaps [start, end) in the file.
+	// It must be called after whatever makes the caller visible to an
+	// eviction (MemoryManager.activeMu or a section) and before the access.
+	Gate(start, end uint64) error
+
+	// Drop forgets the content of [start, end): the caller is about to free
+	// or zero those pages. It may be called with MemoryFile.mu locked.
+	Drop(start, end uint64)
+
+	// Pin is Gate, and keeps the pages from eviction until they are dropped.
+	Pin(start, end uint64) error
+
+	// Window returns the part of [limStart, limEnd) worth mapping in one go
+	// for an access to [needStart, needEnd), which it includes.
+	Window(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64)
+
+	// NonResident counts the pages for which Gate has something to do. While
+	// it is zero, Gate need not be called.
+	NonResident() *atomic.Int64
+
+	// EnterSection and ExitSection bracket accesses through mappings that no
+	// MemoryManager lock covers. They nest and never block.
+	EnterSection() uint32
+	ExitSection(token uint32)
+
+	// BeginSave brings all pages back and inhibits eviction until the
+	// returned function is called.
+	BeginSave() (func(), error)
+
+	// EvictedBytes is the size of the pages that the file does not hold but
+	// the guest has committed.
+	EvictedBytes() uint64
+
+	// OverlayCommitted sets bit 0 of vec[i] for each evicted page, vec[0]
+	// being the page at start, as mincore would had the page not been evicted.
+	OverlayCommitted(start uint64, vec []byte)
+
+	// Close releases the backend's memory.
+	Close()
+}
+
+// NewPageBackend, if not nil, makes the backend of a MemoryFile that holds
+// application memory. It is set before the first MemoryFile is created.
+var NewPageBackend func(f *MemoryFile) (PageBackend, error)
+
+// AttachPageBackend gives f a backend if there is one to give.
+//
+// Preconditions: f has just been created.
+func (f *MemoryFile) AttachPageBackend() error {
+	if NewPageBackend == nil {
+		return nil
+	}
+	b, err := NewPageBackend(f)
+	if err != nil || b == nil {
+		return err
+	}
+	f.backend = pageBackendRef{b, b.NonResident()}
+	return nil
+}
+
+// pageBackendRef is a possibly absent PageBackend, and its counter of
+// non-resident pages one load away: gates are in the path of every copy to or
+// from the application.
+type pageBackendRef struct {
+	b           PageBackend
+	nonResident *atomic.Int64
+}
+
+func (r *pageBackendRef) gate(fr memmap.FileRange) error {
+	if r.b == nil || r.nonResident.Load() == 0 {
+		return nil
+	}
+	if err := r.b.Gate(fr.Start, fr.End); err != nil {
+		// The callers' callers know errnos only. Gate fails when the host has
+		// no memory for the page; anything else is fatal inside the backend.
+		log.Warningf("Restoring evicted pages %v: %v", fr, err)
+		return linuxerr.ENOMEM
+	}
+	return nil
+}
+
+func (r *pageBackendRef) extend(size uint64) error {
+	if r.b == nil {
+		return nil
+	}
+	return r.b.Extend(size)
+}
+
+func (r *pageBackendRef) drop(fr memmap.FileRange) {
+	if r.b != nil {
+		r.b.Drop(fr.Start, fr.End)
+	}
+}
+
+func (r *pageBackendRef) evictedBytes() uint64 {
+	if r.b == nil {
+		return 0
+	}
+	return r.b.EvictedBytes()
+}
+
+func (r *pageBackendRef) overlayCommitted(fr memmap.FileRange, vec []byte) {
+	if r.b != nil && r.nonResident.Load() != 0 {
+		r.b.OverlayCommitted(fr.Start, vec)
+	}
+}
+
+func (r *pageBackendRef) close() {
+	if r.b != nil {
+		r.b.Close()
+	}
+}
+
+// A Section is a bracket around accesses to a MemoryFile through mappings that
+// no MemoryManager lock covers: an eviction waits for the sections that were
+// open when it marked its pages.
+type Section struct {
+	b     PageBackend
+	token uint32
+}
+
+// EnterSection opens a section.
+func (f *MemoryFile) EnterSection() Section {
+	if f.backend.b == nil {
+		return Section{}
+	}
+	return Section{f.backend.b, f.backend.b.EnterSection()}
+}
+
+// Exit closes the section.
+func (s Section) Exit() {
+	if s.b != nil {
+		s.b.ExitSection(s.token)
+	}
+}
+
+// Gate returns with all pages in fr in the backing file.
+func (f *MemoryFile) Gate(fr memmap.FileRange) error {
+	return f.backend.gate(fr)
+}
+
+// BeginSave brings evicted pages back and keeps all pages in place until the
+// returned function is called.
+func (f *MemoryFile) BeginSave() (func(), error) {
+	if f.backend.b == nil {
+		return func() {}, nil
+	}
+	return f.backend.b.BeginSave()
+}
+
+// MapWindow narrows limit to what is worth mapping for an access to need.
+//
+// Preconditions: limit.IsSupersetOf(need).
+func (f *MemoryFile) MapWindow(need, limit memmap.FileRange) memmap.FileRange {
+	if f.backend.b == nil || f.backend.nonResident.Load() == 0 {
+		return limit
+	}
+	s, e := f.backend.b.Window(need.Start, need.End, limit.Start, limit.End)
+	return memmap.FileRange{Start: s, End: e}
+}
+
+// MapInternalUngated is file.MapInternal without restoring evicted pages. The
+// mapping may be kept; each access through it must be preceded by Gate for the
+// range accessed.
+func MapInternalUngated(file memmap.File, fr memmap.FileRange, at hostarch.AccessType) (safemem.BlockSeq, error) {
+	f, ok := file.(*MemoryFile)
+	if !ok || f.backend.b == nil || at.Execute {
+		return file.MapInternal(fr, at)
+	}
+	if l := f.asyncPageLoad.Load(); l != nil {
+		if err := l.awaitLoad(fr); err != nil {
+			return safemem.BlockSeq{}, err
+		}
+	}
+	var one safemem.Block
+	var many []safemem.Block
+	f.forEachMappingSlice(fr, func(bs []byte) {
+		b := safemem.BlockFromSafeSlice(bs)
+		switch {
+		case many != nil:
+			many = append(many, b)
+		case one.Len() != 0:
+			many = []safemem.Block{one, b}
+		default:
+			one = b
+		}
+	})
+	if many != nil {
+		return safemem.BlockSeqFromSlice(many), nil
+	}
+	return safemem.BlockSeqOf(one), nil
+}
+
+// MapInternalPinned is MapInternal for mappings that outlive the call: the
+// pages are not evicted until they are freed.
+func (f *MemoryFile) MapInternalPinned(fr memmap.FileRange, at hostarch.AccessType) (safemem.BlockSeq, error) {
+	if err := PinPages(f, fr); err != nil {
+		return safemem.BlockSeq{}, err
+	}
+	return f.MapInternal(fr, at)
+}
+
+// PinPages keeps fr from eviction until its pages are freed. It has no effect
+// on other kinds of file.
+func PinPages(file memmap.File, fr memmap.FileRange) error {
+	f, ok := file.(*MemoryFile)
+	if !ok || f.backend.b == nil {
+		return nil
+	}
+	if err := f.AwaitLoadAll(); err != nil {
+		return err
+	}
+	if err := f.backend.b.Pin(fr.Start, fr.End); err != nil {
+		log.Warningf("Pinning pages %v: %v", fr, err)
+		return linuxerr.ENOMEM
+	}
+	return nil
+}
+
+// VisitEvictable calls fn, in ascending order and with f.mu locked, for ranges
+// of used pages that hold application memory. No page passed to fn is freed
+// before VisitEvictable returns.
+func (f *MemoryFile) VisitEvictable(fn func(fr memmap.FileRange)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for seg := f.memAcct.FirstSegment(); seg.Ok(); seg = seg.NextSegment() {
+		ma := seg.ValuePtr()
+		if ma.wasteOrReleasing || ma.kind == usage.System {
+			continue
+		}
+		fn(seg.Range())
+	}
+}
+
+// Resident sets bit 0 of vec[i] if the page at start + i*PageSize is in the
+// backing file.
+//
+// Preconditions: all pages are part of the file.
+func (f *MemoryFile) Resident(start uint64, vec []byte) error {
+	var err error
+	f.forEachMappingSlice(memmap.FileRange{Start: start, End: start + uint64(len(vec))*hostarch.PageSize}, func(bs []byte) {
+		if err == nil {
+			n := len(bs) / hostarch.PageSize
+			err = mincore(bs, vec[:n])
+			vec = vec[n:]
+		}
+	})
+	return err
+}
+
+// Punch frees the host memory of fr.
+func (f *MemoryFile) Punch(fr memmap.FileRange) error {
+	return f.decommitFile(fr)
+}
+
+// HeldBytes is the host memory that the backing file holds.
+func (f *MemoryFile) HeldBytes() (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(f.FD(), &st); err != nil {
+		return 0, fmt.Errorf("fstat of the memory file: %w", err)
+	}
+	return uint64(st.Blocks) * 512, nil
+}

@@ -1,0 +1,81 @@
+package config
+
+import (
+	"fmt"
+	"time"
+
+	"gvisor.dev/gvisor/runsc/flag"
+)
+
+// AgentzipMode says whether guest memory is evicted while a sandbox waits.
+type AgentzipMode bool
+
+// Set implements flag.Value.
+func (m *AgentzipMode) Set(v string) error {
+	switch v {
+	case "on":
+		*m = true
+	case "off":
+		*m = false
+	default:
+		return fmt.Errorf("invalid value %q: must be on or off", v)
+	}
+	return nil
+}
+
+// Get implements flag.Getter.
+func (m *AgentzipMode) Get() any {
+	return *m
+}
+
+// String implements flag.Value.
+func (m AgentzipMode) String() string {
+	if m {
+		return "on"
+	}
+	return "off"
+}
+
+func registerAgentzipFlags(flagSet *flag.FlagSet) {
+	on := AgentzipMode(true)
+	flagSet.Var(&on, "agentzip", "evict guest memory into compressed storage while the sandbox waits: on (default) or off, which is stock runsc.")
+	flagSet.Duration("agentzip-idle", 200*time.Millisecond, "how long all tasks must be blocked before eviction starts.")
+	flagSet.Duration("agentzip-settle", 20*time.Millisecond, "how long pages stay unmapped before they are written out; pages touched meanwhile are cheap to keep.")
+	flagSet.Duration("agentzip-deepen-after", 2*time.Second, "how long a wait lasts before what was stored in a fast form is compressed harder; 0 stores in the small form at once.")
+	flagSet.Uint("agentzip-map-unit", 64<<10, "bytes restored and mapped together by a fault on evicted memory: a power of two from 4096 to 2097152.")
+	flagSet.Uint("agentzip-workers", 1, "goroutines that compress during an eviction, 1 to 64.")
+	flagSet.Uint("agentzip-store-max", 0, "largest size in bytes of the compressed store; 0 is no limit.")
+	flagSet.Duration("agentzip-test-evict-every", 0, "TEST ONLY: evict everything eligible this often, whatever the tasks do.")
+	flagSet.Uint("agentzip-test-corrupt", 0, "TEST ONLY: flip a bit in the n-th stored page, to see that the checksum catches it.")
+}
+
+// validateAgentzip checks the values of our flags.
+func (c *Config) validateAgentzip() error {
+	if c.AgentzipMapUnit == 0 && c.AgentzipWorkers == 0 && !c.Agentzip {
+		// A Config that was not made from flags.
+		return nil
+	}
+	for _, d := range []struct {
+		name string
+		v    time.Duration
+	}{
+		{"agentzip-idle", c.AgentzipIdle},
+		{"agentzip-settle", c.AgentzipSettle},
+		{"agentzip-deepen-after", c.AgentzipDeepenAfter},
+		{"agentzip-test-evict-every", c.AgentzipTestEvictEvery},
+	} {
+		if d.v < 0 {
+			return fmt.Errorf("--%s=%v: must not be negative", d.name, d.v)
+		}
+	}
+	if u := c.AgentzipMapUnit; u < 4096 || u > 2<<20 || u&(u-1) != 0 {
+		return fmt.Errorf("--agentzip-map-unit=%d: must be a power of two from 4096 to 2097152", u)
+	}
+	if w := c.AgentzipWorkers; w < 1 || w > 64 {
+		return fmt.Errorf("--agentzip-workers=%d: must be from 1 to 64", w)
+	}
+	if s := c.AgentzipStoreMax; s != 0 && s < 1<<20 {
+		return fmt.Errorf("--agentzip-store-max=%d: must be 0 or at least 1048576 bytes", s)
+	}
+	return nil
+}

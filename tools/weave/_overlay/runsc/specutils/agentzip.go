@@ -1,0 +1,42 @@
+package specutils
+
+import (
+	"fmt"
+	"sort"
+	"strings"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/flag"
+)
+
+// agentzipAnnotationPrefix is what our annotations begin with:
+// dev.agentzip.NAME sets --agentzip-NAME, dev.agentzip.mode sets --agentzip.
+const agentzipAnnotationPrefix = "dev.agentzip."
+
+// applyAgentzipAnnotations overrides our flags by the spec's annotations. The
+// caller validates conf.
+func applyAgentzipAnnotations(conf *config.Config, spec *specs.Spec) error {
+	keys := make([]string, 0, len(spec.Annotations))
+	for k := range spec.Annotations {
+		if strings.HasPrefix(k, agentzipAnnotationPrefix) {
+			keys = append(keys, k)
+		}
+	}
+	sort.Strings(keys)
+	for _, k := range keys {
+		name := "agentzip"
+		if suffix := strings.TrimPrefix(k, agentzipAnnotationPrefix); suffix != "mode" {
+			name += "-" + suffix
+		}
+		if flag.CommandLine.Lookup(name) == nil {
+			return fmt.Errorf("annotation %q: there is no such setting (no flag --%s)", k, name)
+		}
+		if err := conf.Override(flag.CommandLine, name, spec.Annotations[k], true /* force */); err != nil {
+			return fmt.Errorf("annotation %q: %w", k, err)
+		}
+		log.Infof("Annotation %s sets --%s=%q", k, name, spec.Annotations[k])
+	}
+	return nil
+}

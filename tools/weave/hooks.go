@@ -1,0 +1,210 @@
+package main
+
+// edits is every change that runsc-agentzip makes to gVisor, grouped by what
+// it is for. What the inserted calls do is written where they are defined: the
+// files under _overlay/. With no page backend attached (--agentzip=off) every
+// one of them is a nil check.
+var edits = []Edit{
+	// --- The memory file: attach, grow, account ---
+
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "type MemoryFile",
+		Anchor: "file *os.File", Where: After, Text: `
+	// backend evicts and restores pages. backend is immutable after
+	// AttachPageBackend, which precedes all other use of the MemoryFile.
+	backend pageBackendRef`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.extendChunksLocked",
+		Anchor: "f.chunks.Store(&newChunks)", Where: Before, Text: `
+	if err := f.backend.extend(newFileSize); err != nil {
+		return err
+	}`},
+	{File: "pkg/sentry/pgalloc/save_restore.go", Decl: "MemoryFile.LoadFrom",
+		Anchor: "mfTimeline.Reached(\"metadata loaded\")", Where: Before, Text: `
+	if err := f.backend.extend(uint64(len(chunks)) * chunkSize); err != nil {
+		return fmt.Errorf("failed to extend page backend: %w", err)
+	}`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.TotalUsage",
+		Anchor: "uint64(stat.Blocks * 512)", Where: Replace, Text: `uint64(stat.Blocks*512) + f.backend.evictedBytes()`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.updateUsageLocked",
+		Anchor: "err := mincore(s, buf)", Where: After, Text: `
+			f.backend.overlayCommitted(chunkFR, buf[:bufLen])`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.releaserDestroyLocked",
+		Anchor: "if f.opts.DecommitOnDestroy {", Where: Before, Text: `
+	f.backend.close()`},
+
+	// --- The memory file: gate, drop, in-flight sections ---
+
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.MapInternal",
+		Anchor: "chunks := ((fr.End + chunkMask) / chunkSize) - (fr.Start / chunkSize)", Where: Before, Text: `
+	if err := f.backend.gate(fr); err != nil {
+		return safemem.BlockSeq{}, err
+	}
+`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.DataFD",
+		Anchor: "return f.FD(), nil", Where: Before, Text: `
+	if err := f.backend.gate(fr); err != nil {
+		return -1, err
+	}`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.DecRef",
+		Anchor: "// Cancel any pending async load on waste pages.", Where: Before, Text: `
+				f.backend.drop(wasteFR)`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.Decommit",
+		Anchor: "f.decommitOrManuallyZero(fr)", Where: Before, Text: `
+	defer f.EnterSection().Exit()
+	f.backend.drop(fr)`},
+	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.Allocate",
+		Anchor: "alloc := allocState{", Where: Before, Text: `
+	defer f.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsimpl/tmpfs/regular_file.go", Decl: "regularFileReadWriter.ReadToBlocks",
+		Anchor: "rw.file.dataMu.RLock()", Where: Before, Text: `
+	defer rw.file.inode.fs.mf.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsimpl/tmpfs/regular_file.go", Decl: "regularFileReadWriter.writeToMF",
+		Anchor: "// Get internal mappings.", Where: Before, Text: `
+	defer rw.file.inode.fs.mf.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsimpl/gofer/regular_file.go", Decl: "dentryReadWriter.ReadToBlocks",
+		Anchor: "mf := rw.d.inode.fs.mf", Where: After, Text: `
+	defer mf.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsimpl/gofer/regular_file.go", Decl: "dentryReadWriter.WriteFromBlocks",
+		Anchor: "mf := rw.d.inode.fs.mf", Where: After, Text: `
+	defer mf.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsutil/dirty_set.go", Decl: "syncDirtyRange",
+		Anchor: "for cseg := cache.LowerBoundSegment(mr.Start);", Where: Before, Text: `
+	defer enterFileSection(mem).Exit()`},
+	{File: "pkg/sentry/fsutil/file_range_set.go", Decl: "FileRangeSet.Truncate",
+		Anchor: "fr := seg.FileRange()", Where: Before, Text: `
+		defer mf.EnterSection().Exit()`},
+
+	// --- Memory that somebody maps for longer than a call: never evicted ---
+
+	{File: "pkg/sentry/fsimpl/iouringfs/iouringfs.go", Decl: "FileDescription.mapSharedBuffers",
+		Anchor: "fd.mf.MapInternal(fd.rbmf.fr,", Where: Replace, Text: `fd.mf.MapInternalPinned(fd.rbmf.fr,`},
+	{File: "pkg/sentry/fsimpl/iouringfs/iouringfs.go", Decl: "FileDescription.mapSharedBuffers",
+		Anchor: "fd.mf.MapInternal(fd.sqemf.fr,", Where: Replace, Text: `fd.mf.MapInternalPinned(fd.sqemf.fr,`},
+	{File: "pkg/sentry/kernel/kcov.go", Decl: "kcovReadWriter.ReadToBlocks",
+		Anchor: "rw.mf.MapInternal(", Where: Replace, Text: `rw.mf.MapInternalPinned(`},
+	{File: "pkg/sentry/kernel/kcov.go", Decl: "kcovReadWriter.WriteFromBlocks",
+		Anchor: "rw.mf.MapInternal(", Where: Replace, Text: `rw.mf.MapInternalPinned(`},
+	{File: "pkg/sentry/socket/netstack/packetmmap/ring_buffer.go", Decl: "ringBuffer.internalMappingsForFrame",
+		Anchor: "rb.mf.MapInternal(", Where: Replace, Text: `rb.mf.MapInternalPinned(`},
+	{File: "pkg/sentry/mm/pma.go", Decl: "MemoryManager.Pin",
+		Anchor: "f.IncRef(fr, memCgID)", Where: Before, Text: `
+		if err := pgalloc.PinPages(f, fr); err != nil {
+			perr = err
+			break
+		}`},
+
+	// --- Memory managers: registry, gate, size of mappings ---
+
+	{File: "pkg/sentry/mm/lifecycle.go", Decl: "NewMemoryManager",
+		Anchor: "return &MemoryManager{", Where: Replace, Text: `return register(&MemoryManager{`},
+	{File: "pkg/sentry/mm/lifecycle.go", Decl: "NewMemoryManager",
+		Anchor: "}, nil", Where: Replace, Text: `}), nil`},
+	{File: "pkg/sentry/mm/lifecycle.go", Decl: "MemoryManager.Fork",
+		Anchor: "return mm2, nil", Where: Before, Text: `
+	register(mm2)`},
+	{File: "pkg/sentry/mm/save_restore.go", Decl: "MemoryManager.afterLoad",
+		Anchor: "mm.as = as", Where: After, Text: `
+		register(mm)`},
+	{File: "pkg/sentry/mm/lifecycle.go", Decl: "MemoryManager.DecUsers",
+		Anchor: "var droppedIDs []memmap.MappingIdentity", Where: Before, Text: `
+	unregister(mm)
+`},
+	{File: "pkg/sentry/mm/pma.go", Decl: "pmaIterator.getInternalMappingsLocked",
+		Anchor: "pma.file.MapInternal(pseg.fileRange(), perms)", Where: Replace, Text: `pgalloc.MapInternalUngated(pma.file, pseg.fileRange(), perms)`},
+	{File: "pkg/sentry/mm/pma.go", Decl: "MemoryManager.internalMappingsLocked",
+		Anchor: "if ar.End <= pseg.End() {\n\t\t// Since only one pma", Where: Before, Text: `
+	mustGate(pseg, ar)
+`},
+	{File: "pkg/sentry/mm/io.go", Decl: "MemoryManager.getIOMappingsLocked",
+		Anchor: "offset := uint64(ar.Start - pseg.Start())", Where: Before, Text: `
+		if err := gatePMA(pseg, ar); err != nil {
+			return safemem.BlockSeq{}, nil, err
+		}`},
+	{File: "pkg/sentry/mm/io.go", Decl: "MemoryManager.getIOMappingsTrackedLocked",
+		Anchor: "if err := pseg.getInternalMappingsLocked(); err == nil {", Where: Replace, Text: `if err := pseg.getGatedInternalMappingsLocked(pmaAR); err == nil {`},
+	{File: "pkg/sentry/mm/address_space.go", Decl: "MemoryManager.mapASLocked",
+		Anchor: "perms := pma.effectivePerms", Where: Before, Text: `
+		if platformEffect == memmap.PlatformEffectDefault {
+			pmaMapAR = mapWindow(pseg, ar, pmaMapAR)
+		}`},
+
+	// --- Checkpoint ---
+
+	{File: "pkg/sentry/kernel/kernel.go", Decl: "Kernel.saveMemoryFiles",
+		Anchor: "memoryStart := time.Now()", Where: After, Text: `
+	// All pages are back, and none is evicted, until the last has been
+	// written: page saving reads the memory file directly, in the background.
+	endSave, err := k.mf.BeginSave()
+	if err != nil {
+		return fmt.Errorf("restoring evicted pages: %w", err)
+	}
+	defer endSave()`},
+
+	// --- Start-up, control socket, command line ---
+
+	{File: "runsc/boot/loader.go", Decl: "New",
+		Anchor: "eid := execID{cid: args.ID}", Where: Before, Text: `
+	if AgentzipInit != nil {
+		if err := AgentzipInit(args.Conf, args.StdioFDs); err != nil {
+			return nil, err
+		}
+	}
+`},
+	{File: "runsc/boot/loader.go", Decl: "createMemoryFile",
+		Anchor: "return mf, nil", Where: Before, Text: `
+	if err := mf.AttachPageBackend(); err != nil {
+		mf.Destroy()
+		return nil, err
+	}`},
+	{File: "runsc/boot/controller.go", Decl: "controller.registerHandlers",
+		Anchor: "c.srv.Register(&debug{})", Where: After, Text: `
+	if AgentzipControl != nil {
+		if obj := AgentzipControl(l.k, l.root.conf); obj != nil {
+			c.srv.Register(obj)
+		}
+	}`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.createSandboxProcess",
+		Anchor: "// Relay all the config flags to the sandbox process.", Where: Before, Text: `
+	// The page backend is linked into this binary only: a sidecar Sentry that
+	// happens to be installed beside it would silently run without.
+	if !sentryUsesCgo {
+		bootBinPath = specutils.ExePath
+	}
+`},
+	{File: "runsc/cli/maincli/maincli.go", Decl: "commands",
+		Anchor: "// Merge alias commands.", Where: Before, Text: `
+	for c, group := range ExtraCommands {
+		cmds[c] = group
+	}
+`},
+	{File: "runsc/config/config.go", Decl: "type Config",
+		Anchor: "SharedRootDir string `flag:\"shared-root\"`", Where: After, Text: agentzipConfigFields},
+	{File: "runsc/config/flags.go", Decl: "RegisterFlags",
+		Anchor: "// These flags are unique to runsc, and are used to configure parts of the", Where: Before, Text: `
+	registerAgentzipFlags(flagSet)
+`},
+	{File: "runsc/config/config.go", Decl: "Config.Validate",
+		Anchor: "if c.Overlay && c.Overlay2.Enabled() {", Where: Before, Text: `
+	if err := c.validateAgentzip(); err != nil {
+		return err
+	}`},
+	{File: "runsc/specutils/specutils.go", Decl: "FixConfig",
+		Anchor: "// Override does not validate the config.", Where: Before, Text: `
+	if err := applyAgentzipAnnotations(conf, spec); err != nil {
+		return err
+	}`},
+}
+
+// agentzipConfigFields are the fields of config.Config that our flags fill;
+// the flags themselves, with their documentation, are in
+// _overlay/runsc/config/agentzip.go.
+const agentzipConfigFields = `
+	Agentzip               AgentzipMode  ` + "`flag:\"agentzip\"`" + `
+	AgentzipIdle           time.Duration ` + "`flag:\"agentzip-idle\"`" + `
+	AgentzipSettle         time.Duration ` + "`flag:\"agentzip-settle\"`" + `
+	AgentzipDeepenAfter    time.Duration ` + "`flag:\"agentzip-deepen-after\"`" + `
+	AgentzipMapUnit        uint          ` + "`flag:\"agentzip-map-unit\"`" + `
+	AgentzipWorkers        uint          ` + "`flag:\"agentzip-workers\"`" + `
+	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `
+	AgentzipTestEvictEvery time.Duration ` + "`flag:\"agentzip-test-evict-every\"`" + `
+	AgentzipTestCorrupt    uint          ` + "`flag:\"agentzip-test-corrupt\"`" + `
+`
