@@ -383,13 +383,20 @@ func (b *Backend) BeginSave() (func(), error) {
 		b.inhibit.Add(-1)
 		return nil, ErrClosed
 	}
-	for p, n := uint64(0), b.table.pages(); p < n && b.stats.evictedPages() != 0; p++ {
-		if s := atomic.LoadUint64(b.table.at(p)) & stateMask; s == evicted || s == busy {
-			if err := b.gateSlow(p, min(p+restoreMax, n), &b.stats.saved); err != nil {
-				b.inhibit.Add(-1)
-				return nil, err
+	var err error
+	b.table.visit(func(first, end uint64) bool {
+		for p := first; p < end; p++ {
+			if s := atomic.LoadUint64(b.table.at(p)) & stateMask; s == evicted || s == busy {
+				if err = b.gateSlow(p, min(p+restoreMax, end), &b.stats.saved); err != nil {
+					return false
+				}
 			}
 		}
+		return true
+	})
+	if err != nil {
+		b.inhibit.Add(-1)
+		return nil, err
 	}
 	var once sync.Once
 	return func() { once.Do(func() { b.inhibit.Add(-1) }) }, nil

@@ -152,6 +152,7 @@ func (b *Backend) mark() (marked []Range, n uint64, err error) {
 			b.nonResident.Add(int64(last - first))
 			skipped := int64(0)
 			for p := first; p < last; p++ {
+				b.table.use(p)
 				if !atomic.CompareAndSwapUint64(b.table.at(p), resident, candidate) {
 					skipped++
 					continue
@@ -399,41 +400,55 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	r := b.acquireRestorer()
 	defer func() { b.restorers <- r }()
 	page := (*codec.Page)(r.buf[:PageSize])
-	for p, n := uint64(0), b.table.pages(); p < n; p++ {
-		at := b.table.at(p)
-		w := atomic.LoadUint64(at)
-		if w&stateMask != evicted || tagOf(w) != codec.TagS2 {
-			if p%1024 == 0 && stop() {
-				return replaced, b.passError(stop)
+	b.table.visit(func(first, end uint64) bool {
+		for p := first; p < end; p++ {
+			at := b.table.at(p)
+			w := atomic.LoadUint64(at)
+			if w&stateMask != evicted || tagOf(w) != codec.TagS2 {
+				continue
 			}
-			continue
-		}
-		if stop() {
-			return replaced, b.passError(stop)
-		}
-		if !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
-			continue
-		}
-		neww := w
-		if err := b.load(&r.dec, page, p, w); err != nil {
-			b.corrupt(err)
-		}
-		_, old, _ := b.blob(p, tagOf(w), handleOf(w))
-		tag, size, _ := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: codec.TierDeep})
-		if tag != codec.TagInvalid && tag != codec.TagZero && size <= len(old)*9/10 {
-			if h, err := b.put(codec.Sum(page), p, tag, e.out[:size]); err == nil {
-				neww = evictedWord(tag, h)
-				b.stats.form(tag).Add(1)
+			if stop() {
+				err = b.passError(stop)
+				return false
+			}
+			if !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+				continue
+			}
+			if neww := b.deepenPage(e, r, page, p, w); neww != w {
+				atomic.StoreUint64(at, neww)
+				b.waiters.wake(p, p+1)
+				b.forget(w)
 				replaced++
+			} else {
+				atomic.StoreUint64(at, w)
+				b.waiters.wake(p, p+1)
 			}
 		}
-		atomic.StoreUint64(at, neww)
-		b.waiters.wake(p, p+1)
-		if neww != w {
-			b.forget(w)
-		}
+		return true
+	})
+	return replaced, err
+}
+
+// deepenPage stores a busy page again, in a smaller form, and returns the word
+// for it, or w if there is no form that is much smaller.
+func (b *Backend) deepenPage(e *encoder, r *restorer, page *codec.Page, p uint64, w word) word {
+	if err := b.load(&r.dec, page, p, w); err != nil {
+		b.corrupt(err)
 	}
-	return replaced, nil
+	_, old, err := b.blob(p, tagOf(w), handleOf(w))
+	if err != nil {
+		b.corrupt(err)
+	}
+	tag, size, _ := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: codec.TierDeep})
+	if tag == codec.TagInvalid || tag == codec.TagZero || size > len(old)*9/10 {
+		return w
+	}
+	h, err := b.put(codec.Sum(page), p, tag, e.out[:size])
+	if err != nil {
+		return w
+	}
+	b.stats.form(tag).Add(1)
+	return evictedWord(tag, h)
 }
 
 // CheckResult is what Check found.
@@ -465,28 +480,30 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	}
 	r := b.acquireRestorer()
 	page := (*codec.Page)(r.buf[:PageSize])
-	for p, n := uint64(0), b.table.pages(); p < n; p++ {
-		if p%1024 == 0 && stop() {
-			b.restorers <- r
-			return res, b.passError(stop)
+	b.table.visit(func(first, end uint64) bool {
+		for p := first; p < end; p++ {
+			at := b.table.at(p)
+			w := atomic.LoadUint64(at)
+			if w&stateMask > busy {
+				problem("page %#x has word %#x, which is no state", p<<pageShift, w)
+				continue
+			}
+			if w&stateMask != evicted || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+				continue
+			}
+			res.Stored++
+			if err := b.load(&r.dec, page, p, w); err != nil {
+				problem("%v", err)
+			}
+			atomic.StoreUint64(at, w)
+			b.waiters.wake(p, p+1)
 		}
-		at := b.table.at(p)
-		w := atomic.LoadUint64(at)
-		if w&stateMask > busy {
-			problem("page %#x has word %#x, which is no state", p<<pageShift, w)
-			continue
-		}
-		if w&stateMask != evicted || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
-			continue
-		}
-		res.Stored++
-		if err := b.load(&r.dec, page, p, w); err != nil {
-			problem("%v", err)
-		}
-		atomic.StoreUint64(at, w)
-		b.waiters.wake(p, p+1)
-	}
+		return !stop()
+	})
 	b.restorers <- r
+	if err := b.passError(stop); err != nil {
+		return res, err
+	}
 	// The page table and the store do not change together: a blob freed during
 	// the walk must not count as lost. So the walk is repeated until nothing
 	// disturbed it, and given up under load.
@@ -496,19 +513,22 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 		var err error
 		if quiet {
 			err = b.store.Check(func(yield func(arena.Handle, int) bool) {
-				for p, n := uint64(0), b.table.pages(); p < n; p++ {
-					w := atomic.LoadUint64(b.table.at(p))
-					if s := w & stateMask; s != evicted && s != busy {
-						continue
-					}
-					stored++
-					if h := handleOf(w); h != 0 {
-						blob, _ := b.store.Bytes(h)
-						if !yield(h, len(blob)) {
-							return
+				b.table.visit(func(first, end uint64) bool {
+					for p := first; p < end; p++ {
+						w := atomic.LoadUint64(b.table.at(p))
+						if s := w & stateMask; s != evicted && s != busy {
+							continue
+						}
+						stored++
+						if h := handleOf(w); h != 0 {
+							blob, _ := b.store.Bytes(h)
+							if !yield(h, len(blob)) {
+								return false
+							}
 						}
 					}
-				}
+					return true
+				})
 			})
 		}
 		counted := int64(b.stats.evictedPages())

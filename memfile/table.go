@@ -2,6 +2,7 @@ package memfile
 
 import (
 	"fmt"
+	"math/bits"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -44,34 +45,46 @@ var stateNames = [8]string{"resident", "candidate", "raw", "committing", "evicte
 // which is the unit the memory file grows by, in 2 MiB of table.
 const tableChunk = 1 << 18
 
-// A table is the page table: one word per page, off the Go heap, with host
-// memory behind only those parts that were written.
+// groupPages is how many pages share a host page of the table.
+const groupPages = PageSize / 8
+
+// A chunk is the table of tableChunk pages.
+type chunk struct {
+	// words are off the Go heap, with host memory behind only those groups
+	// that were written.
+	words *[tableChunk]word
+
+	// used has a bit for each group in which a page was ever marked.
+	used [tableChunk / groupPages / 64]atomic.Uint64
+}
+
+// A table is the page table: one word per page.
 type table struct {
 	// mu serialises extend and close.
 	mu sync.Mutex
 
 	// chunks is replaced as a whole when the table grows.
-	chunks atomic.Pointer[[]*[tableChunk]word]
+	chunks atomic.Pointer[[]*chunk]
+}
+
+func (t *table) load() []*chunk {
+	if p := t.chunks.Load(); p != nil {
+		return *p
+	}
+	return nil
 }
 
 func (t *table) extend(pages uint64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var old []*[tableChunk]word
-	if p := t.chunks.Load(); p != nil {
-		old = *p
-	}
+	chunks := append([]*chunk(nil), t.load()...)
 	need := int((pages + tableChunk - 1) / tableChunk)
-	if need <= len(old) {
-		return nil
-	}
-	chunks := append([]*[tableChunk]word(nil), old...)
 	for len(chunks) < need {
 		m, err := unix.MmapPtr(-1, 0, nil, tableChunk*8, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 		if err != nil {
 			return fmt.Errorf("mapping the page table: %w", err)
 		}
-		chunks = append(chunks, (*[tableChunk]word)(m))
+		chunks = append(chunks, &chunk{words: (*[tableChunk]word)(m)})
 	}
 	t.chunks.Store(&chunks)
 	return nil
@@ -81,32 +94,47 @@ func (t *table) extend(pages uint64) error {
 //
 // Preconditions: p is within the file.
 func (t *table) at(p uint64) *word {
-	return &(*t.chunks.Load())[p/tableChunk][p%tableChunk]
+	return &(*t.chunks.Load())[p/tableChunk].words[p%tableChunk]
+}
+
+// use tells that the word of page p is about to be written by an eviction.
+// Pages of groups that were never used are resident.
+func (t *table) use(p uint64) {
+	g := p % tableChunk / groupPages
+	u := &t.load()[p/tableChunk].used[g/64]
+	if bit := uint64(1) << (g % 64); u.Load()&bit == 0 {
+		u.Or(bit)
+	}
+}
+
+// visit calls fn for ranges of pages, in ascending order, that together hold
+// every page that is not resident. It ends when fn returns false.
+func (t *table) visit(fn func(first, end uint64) bool) {
+	for i, c := range t.load() {
+		for j := range c.used {
+			for u := c.used[j].Load(); u != 0; u &= u - 1 {
+				g := uint64(j*64 + bits.TrailingZeros64(u))
+				first := uint64(i)*tableChunk + g*groupPages
+				if !fn(first, first+groupPages) {
+					return
+				}
+			}
+		}
+	}
 }
 
 // pages is the number of pages that the table covers.
 func (t *table) pages() uint64 {
-	if p := t.chunks.Load(); p != nil {
-		return uint64(len(*p)) * tableChunk
-	}
-	return 0
+	return uint64(len(t.load())) * tableChunk
 }
 
 // heldBytes is the host memory behind the table.
 func (t *table) heldBytes() uint64 {
-	p := t.chunks.Load()
-	if p == nil {
-		return 0
-	}
-	var n uint64
-	vec := make([]byte, tableChunk*8/PageSize)
-	for _, c := range *p {
-		if err := mincore(unsafe.Pointer(c), tableChunk*8, vec); err != nil {
-			n += tableChunk * 8
-			continue
-		}
-		for _, v := range vec {
-			n += uint64(v&1) * PageSize
+	n := uint64(0)
+	for _, c := range t.load() {
+		n += uint64(unsafe.Sizeof(*c))
+		for j := range c.used {
+			n += uint64(bits.OnesCount64(c.used[j].Load())) * PageSize
 		}
 	}
 	return n
@@ -115,19 +143,8 @@ func (t *table) heldBytes() uint64 {
 func (t *table) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	p := t.chunks.Load()
-	if p == nil {
-		return
-	}
-	for _, c := range *p {
-		_ = unix.MunmapPtr(unsafe.Pointer(c), tableChunk*8)
+	for _, c := range t.load() {
+		_ = unix.MunmapPtr(unsafe.Pointer(c.words), tableChunk*8)
 	}
 	t.chunks.Store(nil)
-}
-
-func mincore(p unsafe.Pointer, n uintptr, vec []byte) error {
-	if _, _, errno := unix.RawSyscall(unix.SYS_MINCORE, uintptr(p), n, uintptr(unsafe.Pointer(&vec[0]))); errno != 0 {
-		return errno
-	}
-	return nil
 }
