@@ -411,6 +411,15 @@ func Reclaim(root string) error {
 	}
 	b, err := os.ReadFile(filepath.Join(root, recordName))
 	if errors.Is(err, os.ErrNotExist) {
+		// Nothing was started yet if only the lock file is there.
+		if entries, err := os.ReadDir(root); err == nil && (len(entries) == 0 || len(entries) == 1 && entries[0].Name() == lockName) {
+			lock, err := lockRoot(root)
+			if err != nil {
+				return err
+			}
+			defer lock.Close()
+			return removeRoot(root)
+		}
 		return fmt.Errorf("fleet: %s has no %s: not a root directory of this package, leaving it alone", root, recordName)
 	} else if err != nil {
 		return fmt.Errorf("fleet: %w", err)

@@ -52,6 +52,8 @@ type procStat struct {
 	state byte
 	ppid  int
 	start uint64
+	// ticks of processor time, ended and awaited children included.
+	ticks uint64
 }
 
 func readStat(pid int) (procStat, error) {
@@ -81,7 +83,15 @@ func parseStat(b []byte) (procStat, error) {
 	if err != nil {
 		return procStat{}, err
 	}
-	return procStat{comm: string(b[open+1 : end]), state: f[0][0], ppid: ppid, start: start}, nil
+	var ticks uint64
+	for _, v := range f[11:15] { // utime, stime, cutime, cstime
+		n, err := strconv.ParseInt(v, 10, 64)
+		if err != nil {
+			return procStat{}, err
+		}
+		ticks += uint64(max(n, 0))
+	}
+	return procStat{comm: string(b[open+1 : end]), state: f[0][0], ppid: ppid, start: start, ticks: ticks}, nil
 }
 
 // descendants returns every descendant of pid, pid itself not included.

@@ -1,0 +1,677 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/fleet"
+)
+
+const demoUsage = `usage: agentbench demo [flags]
+
+Starts one sandbox with a Python tool server that holds a real working set,
+checkpoints it, restores N sandboxes from the image under a stock runsc and N
+under the runtime to judge, and takes each through the same tool steps with
+waits between.
+
+Sandboxes are driven in batches: all N of one system take their next step one
+after the other, then that system waits, then it is the other system's turn,
+and the order alternates from round to round. Both systems' sandboxes are alive
+all the time where memory permits; otherwise one system runs after the other.
+A batch begins only after the background work of the waiting sandboxes has died
+down (bounded by --settle), so that eviction by one system is not charged to
+the step times of the other. Eviction by sandboxes of the same system is.
+
+flags:
+`
+
+// demoConfig is what the flags say.
+type demoConfig struct {
+	runtime, stock string
+	runtimeFlags   string
+	clones         int
+	rounds         int
+	wait           time.Duration
+	settle         time.Duration
+	stepTimeout    time.Duration
+	seed           uint64
+	json           string
+	work           string
+	rootfs         rootfsOptions
+	interleave     string
+	verbose        bool
+}
+
+func parseDemoFlags(args []string, stderr io.Writer) (demoConfig, error) {
+	var c demoConfig
+	fs := flag.NewFlagSet("demo", flag.ContinueOnError)
+	fs.SetOutput(stderr)
+	fs.Usage = func() {
+		fmt.Fprint(stderr, demoUsage)
+		fs.PrintDefaults()
+	}
+	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoint")
+	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with")
+	fs.StringVar(&c.runtimeFlags, "runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
+	fs.IntVar(&c.clones, "clones", 8, "sandboxes to restore under each runtime")
+	fs.IntVar(&c.rounds, "rounds", 6, "tool steps each sandbox takes")
+	fs.DurationVar(&c.wait, "wait", 3*time.Second, "how long sandboxes wait after each step")
+	fs.DurationVar(&c.settle, "settle", 15*time.Second, "at most this long a batch waits for background work of idle sandboxes")
+	fs.DurationVar(&c.stepTimeout, "step-timeout", 2*time.Minute, "a step that takes longer fails the run")
+	fs.Uint64Var(&c.seed, "seed", 1, "seed of the workload")
+	fs.StringVar(&c.json, "json", "out/demo.json", "write the results and raw samples to this `file`")
+	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images and snapshots; emptied at the end")
+	fs.StringVar(&c.rootfs.dir, "rootfs", "out/rootfs", "`directory` of the guest's root file system; made if missing, and kept")
+	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
+	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
+	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
+	fs.StringVar(&c.interleave, "interleave", "auto", "keep both systems' sandboxes alive together: on, off or auto (if memory permits)")
+	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return c, err
+		}
+		return c, errUsage
+	}
+	bad := func(format string, a ...any) (demoConfig, error) {
+		fmt.Fprintf(stderr, "agentbench demo: "+format+"\n", a...)
+		return c, errUsage
+	}
+	switch {
+	case fs.NArg() > 0:
+		return bad("unexpected argument %q", fs.Arg(0))
+	case c.clones < 1:
+		return bad("--clones must be at least 1, not %d", c.clones)
+	case c.rounds < 1:
+		return bad("--rounds must be at least 1, not %d", c.rounds)
+	case c.wait < 0 || c.settle < 0 || c.stepTimeout <= 0:
+		return bad("--wait and --settle must not be negative, --step-timeout must be positive")
+	case c.interleave != "on" && c.interleave != "off" && c.interleave != "auto":
+		return bad("--interleave must be on, off or auto, not %q", c.interleave)
+	}
+	return c, nil
+}
+
+// demo is one run.
+type demo struct {
+	cfg    demoConfig
+	stderr io.Writer
+	began  time.Time
+
+	dir       *runDir
+	bundle    string
+	image     string
+	reference *fleet.GuestSnapshot
+	systems   []*system // stock first
+	report    *demoReport
+}
+
+// system is one runtime under test with its sandboxes.
+type system struct {
+	name   string
+	rt     *fleet.Runtime
+	clones []*fleet.Sandbox
+	// idleSince is when each clone last answered.
+	idleSince []time.Time
+	// hasStats: the runtime tells what it holds.
+	hasStats bool
+}
+
+const (
+	stockName  = "stock"
+	judgedName = "agentzip"
+)
+
+func runDemo(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	cfg, err := parseDemoFlags(args, stderr)
+	if err != nil {
+		return err
+	}
+	if os.Geteuid() != 0 {
+		return errors.New("sandboxes need root: run it as root, e.g. with sudo")
+	}
+	d := &demo{cfg: cfg, stderr: stderr, began: time.Now(), report: newDemoReport(cfg)}
+	err = d.run(ctx)
+	if cerr := d.cleanup(); cerr != nil {
+		err = errors.Join(err, fmt.Errorf("cleaning up: %w", cerr))
+	}
+	d.report.finish(time.Since(d.began), err)
+	if ctx.Err() != nil {
+		return ctx.Err() // half a measurement is none
+	}
+	if len(d.report.Steps) > 0 {
+		if werr := d.report.write(cfg.json); werr != nil {
+			err = errors.Join(err, werr)
+		} else {
+			d.say("results and raw samples: %s", cfg.json)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	d.report.print(stdout)
+	if !d.report.OutputsEqual {
+		return errors.New("outputs differ between the two runtimes")
+	}
+	if n := len(d.report.CheckProblems); n > 0 {
+		return fmt.Errorf("the consistency check of the runtime found %d problems", n)
+	}
+	return nil
+}
+
+// say prints a line of progress.
+func (d *demo) say(format string, args ...any) {
+	fmt.Fprintf(d.stderr, "[%5.1fs] "+format+"\n", append([]any{time.Since(d.began).Seconds()}, args...)...)
+}
+
+// cleanup ends every sandbox and removes every file of the run.
+func (d *demo) cleanup() error {
+	var errs []error
+	for _, s := range d.systems {
+		errs = append(errs, s.rt.Close())
+	}
+	if d.reference != nil {
+		errs = append(errs, d.reference.Close())
+	}
+	if d.dir != nil {
+		errs = append(errs, d.dir.remove())
+	}
+	return errors.Join(errs...)
+}
+
+func (d *demo) run(ctx context.Context) error {
+	if err := reclaimRuns(d.cfg.work, d.say); err != nil {
+		return err
+	}
+	var err error
+	if d.dir, err = newRunDir(d.cfg.work); err != nil {
+		return err
+	}
+	// Before the root file system: a wrong path should not cost minutes.
+	if err := d.openSystems(); err != nil {
+		return err
+	}
+	rootfs, err := prepareRootfs(ctx, d.cfg.rootfs, d.say)
+	if err != nil {
+		return err
+	}
+	if err := installToolServer(rootfs); err != nil {
+		return err
+	}
+	d.bundle = filepath.Join(d.dir.path, "bundle")
+	if err := fleet.WriteBundle(d.bundle, workloadSpec(rootfs, d.cfg.seed)); err != nil {
+		return err
+	}
+	if err := d.makeTemplate(ctx); err != nil {
+		return err
+	}
+	groups, err := d.plan()
+	if err != nil {
+		return err
+	}
+	if err := d.takeReference(ctx); err != nil {
+		return err
+	}
+	for _, g := range groups {
+		if err := d.runGroup(ctx, g); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *demo) openSystems() error {
+	for _, o := range []struct {
+		name, binary string
+		flags        []string
+	}{
+		{stockName, d.cfg.stock, nil},
+		{judgedName, d.cfg.runtime, strings.Fields(d.cfg.runtimeFlags)},
+	} {
+		root, err := d.dir.reserveRoot(o.name)
+		if err != nil {
+			return err
+		}
+		opts := fleet.Options{Binary: o.binary, Root: root, Flags: o.flags}
+		if d.cfg.verbose {
+			opts.Log = d.stderr
+		}
+		rt, err := fleet.New(opts)
+		if err != nil {
+			return err
+		}
+		d.systems = append(d.systems, &system{name: o.name, rt: rt})
+	}
+	return nil
+}
+
+// makeTemplate starts the tool server, lets it settle and checkpoints it. The
+// judged runtime makes the image: that it can, and that a stock runsc restores
+// the result, is part of what the demo shows.
+func (d *demo) makeTemplate(ctx context.Context) error {
+	rt := d.systems[1].rt
+	d.say("template: starting the tool server (imports, repository, syntax trees, table)")
+	began := time.Now()
+	sb, err := rt.Run(ctx, "template", d.bundle)
+	if err != nil {
+		return err
+	}
+	tctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
+	defer cancel()
+	ready, err := sb.ReadLine(tctx)
+	if err != nil {
+		return fmt.Errorf("the tool server did not get ready: %w", err)
+	}
+	if _, err := d.ask(tctx, sb, request{Op: "settle"}); err != nil {
+		return err
+	}
+	mem, err := sb.Memory()
+	if err != nil {
+		return err
+	}
+	d.report.Template.Ready = json.RawMessage(ready)
+	d.report.Template.StartSeconds = time.Since(began).Seconds()
+	d.image = filepath.Join(d.dir.path, "image")
+	began = time.Now()
+	if err := sb.Checkpoint(tctx, d.image, fleet.CheckpointOptions{}); err != nil {
+		return err
+	}
+	d.report.Template.CheckpointSeconds = time.Since(began).Seconds()
+	if err := sb.Delete(ctx); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(d.image)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if fi, err := e.Info(); err == nil {
+			d.report.Template.ImageBytes += uint64(fi.Size())
+		}
+	}
+	d.report.Template.MemfdBytes = mem.GuestMemfd
+	d.say("template: ready after %.1f s, checkpointed in %.1f s, image %s", d.report.Template.StartSeconds, d.report.Template.CheckpointSeconds, mib(d.report.Template.ImageBytes))
+	return nil
+}
+
+// Rough upper estimates for what one sandbox of this workload adds to its
+// template's memory: guest growth, and Sentry, gofer, stubs and client.
+const (
+	growthEstimate   = 200 << 20
+	overheadEstimate = 80 << 20
+)
+
+// plan decides from the memory left which systems are alive together. The
+// judged runtime is not given credit for what it may save.
+func (d *demo) plan() ([][]*system, error) {
+	host, err := fleet.ReadHostMemory()
+	if err != nil {
+		return nil, err
+	}
+	together, err := planGroups(host.Available, d.report.Template.ImageBytes+growthEstimate+overheadEstimate, d.cfg.clones, d.cfg.interleave)
+	if err != nil {
+		return nil, err
+	}
+	d.report.Interleaved = together
+	if together {
+		return [][]*system{d.systems}, nil
+	}
+	d.say("one system after the other: both at once need more than the %s of memory available", mib(host.Available))
+	return [][]*system{d.systems[:1], d.systems[1:]}, nil
+}
+
+// planGroups reports whether both systems' sandboxes fit into memory together.
+func planGroups(available, perSandbox uint64, clones int, mode string) (together bool, err error) {
+	// Leave the machine a tenth.
+	usable := available / 10 * 9
+	need := perSandbox * uint64(clones)
+	if need > usable {
+		fits := usable / perSandbox
+		msg := fmt.Sprintf("%d stock sandboxes need about %s of memory and only %s is available", clones, mib(need), mib(available))
+		if fits == 0 {
+			return false, fmt.Errorf("%s: not even one fits", msg)
+		}
+		return false, fmt.Errorf("%s: use --clones %d or less", msg, fits)
+	}
+	switch {
+	case mode == "off":
+		return false, nil
+	case 2*need <= usable:
+		return true, nil
+	case mode == "on":
+		return false, fmt.Errorf("2 x %d sandboxes need about %s of memory and only %s is available: use --interleave=off or --clones %d or less", clones, mib(2*need), mib(available), usable/perSandbox/2)
+	}
+	return false, nil
+}
+
+// takeReference records the template's pages as clones see them: the guest
+// memory of a stock clone that was restored and has done nothing yet.
+func (d *demo) takeReference(ctx context.Context) error {
+	s := d.systems[0]
+	sb, err := s.rt.Restore(ctx, "reference", d.bundle, d.image)
+	if err != nil {
+		return fmt.Errorf("restoring the template under the stock runsc: %w", err)
+	}
+	if _, err := d.quiesce(ctx, []*fleet.Sandbox{sb}, 5*time.Second); err != nil {
+		return err
+	}
+	if d.reference, err = sb.SnapshotGuest(filepath.Join(d.dir.path, "reference")); err != nil {
+		return err
+	}
+	d.report.Template.ReferenceBytes = d.reference.Bytes()
+	return sb.Delete(ctx)
+}
+
+// runGroup takes the sandboxes of one or both systems through the whole
+// workload and ends them.
+func (d *demo) runGroup(ctx context.Context, group []*system) error {
+	for _, s := range group {
+		if err := d.restore(ctx, s); err != nil {
+			return err
+		}
+		if err := d.waitAndMeasure(ctx, group, s, restoreRound, "restore"); err != nil {
+			return err
+		}
+	}
+	for round := range d.cfg.rounds {
+		order := group
+		if len(group) == 2 && round%2 == 1 {
+			order = []*system{group[1], group[0]}
+		}
+		for _, s := range order {
+			if err := d.batch(ctx, s, round); err != nil {
+				return err
+			}
+			if err := d.waitAndMeasure(ctx, group, s, round, stepCycle[round%len(stepCycle)]); err != nil {
+				return err
+			}
+		}
+	}
+	for _, s := range group {
+		if err := d.verify(ctx, s); err != nil {
+			return err
+		}
+	}
+	for _, s := range group {
+		if err := d.teardown(ctx, group, s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// restore starts the clones of a system.
+func (d *demo) restore(ctx context.Context, s *system) error {
+	for i := range d.cfg.clones {
+		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%d", s.name, i), d.bundle, d.image)
+		if err != nil {
+			return fmt.Errorf("restoring %s clone %d: %w", s.name, i, err)
+		}
+		s.clones = append(s.clones, sb)
+		s.idleSince = append(s.idleSince, time.Now())
+		d.report.Restores = append(d.report.Restores, restoreSample{System: s.name, Clone: i, Seconds: sb.StartDuration().Seconds()})
+	}
+	_, err := s.clones[0].Stats(ctx)
+	s.hasStats = err == nil
+	if err != nil && !errors.Is(err, fleet.ErrNoAgentzip) {
+		return err
+	}
+	if s.name == judgedName {
+		d.report.RuntimeHasStats = s.hasStats
+	}
+	d.say("%-8s restored %d sandboxes, median %.2f s", s.name, d.cfg.clones, quantile(d.report.restoreSeconds(s.name), 0.5))
+	return nil
+}
+
+// batch lets every clone of a system take its step of a round.
+func (d *demo) batch(ctx context.Context, s *system, round int) error {
+	var times []float64
+	for i, sb := range s.clones {
+		req := planStep(d.cfg.seed, i, round)
+		cpu0, err := sb.CPUTime()
+		if err != nil {
+			return err
+		}
+		idle := time.Since(s.idleSince[i])
+		began := time.Now()
+		line, err := d.ask(ctx, sb, req)
+		took := time.Since(began)
+		if err != nil {
+			return fmt.Errorf("%s clone %d, %s step of round %d: %w", s.name, i, req.Name, round, err)
+		}
+		s.idleSince[i] = time.Now()
+		cpu1, err := sb.CPUTime()
+		if err != nil {
+			return err
+		}
+		d.report.Steps = append(d.report.Steps, stepSample{
+			System: s.name, Clone: i, Round: round, Step: req.Name,
+			IdleSeconds: idle.Seconds(), Seconds: took.Seconds(), CPUSeconds: (cpu1 - cpu0).Seconds(), Output: line,
+		})
+		times = append(times, took.Seconds())
+		if err := d.measure(ctx, s, i, round, req.Name, beforeWait); err != nil {
+			return err
+		}
+	}
+	d.say("%-8s round %d/%d %-8s median %.2f s", s.name, round+1, d.cfg.rounds, stepCycle[round%len(stepCycle)], quantile(times, 0.5))
+	return nil
+}
+
+// ask sends a request and returns the result part of a good answer.
+func (d *demo) ask(ctx context.Context, sb *fleet.Sandbox, req request) (json.RawMessage, error) {
+	ctx, cancel := context.WithTimeout(ctx, d.cfg.stepTimeout)
+	defer cancel()
+	line, err := sb.Request(ctx, req.line())
+	if err != nil {
+		return nil, err
+	}
+	var r reply
+	if err := json.Unmarshal([]byte(line), &r); err != nil {
+		return nil, fmt.Errorf("the tool server answered %.200q: %w", line, err)
+	}
+	if !r.OK {
+		return nil, fmt.Errorf("the tool failed: %s", r.Error)
+	}
+	return r.Result, nil
+}
+
+// waitAndMeasure lets a system's clones wait, lets background work of the
+// whole group die down, and measures.
+func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, round int, step string) error {
+	if err := sleep(ctx, d.cfg.wait); err != nil {
+		return err
+	}
+	var all []*fleet.Sandbox
+	for _, g := range group {
+		all = append(all, g.clones...)
+	}
+	q, err := d.quiesce(ctx, all, d.cfg.settle)
+	if err != nil {
+		return err
+	}
+	d.report.Settles = append(d.report.Settles, settleSample{System: s.name, Round: round, Seconds: q.took.Seconds(), Quiet: q.quiet})
+	for i := range s.clones {
+		if err := d.measure(ctx, s, i, round, step, afterWait); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+type quiescence struct {
+	took  time.Duration
+	quiet bool
+}
+
+// quiesce waits until the sandboxes together use less than a twentieth of one
+// core, or for limit.
+func (d *demo) quiesce(ctx context.Context, sbs []*fleet.Sandbox, limit time.Duration) (quiescence, error) {
+	const window = 500 * time.Millisecond
+	total := func() (time.Duration, error) {
+		var t time.Duration
+		for _, sb := range sbs {
+			c, err := sb.CPUTime()
+			if err != nil {
+				return 0, fmt.Errorf("while waiting: %w", endedWhy(sb, err))
+			}
+			t += c
+		}
+		return t, nil
+	}
+	began := time.Now()
+	prev, err := total()
+	if err != nil {
+		return quiescence{}, err
+	}
+	for {
+		if err := sleep(ctx, window); err != nil {
+			return quiescence{}, err
+		}
+		cur, err := total()
+		if err != nil {
+			return quiescence{}, err
+		}
+		if cur-prev < window/20 {
+			return quiescence{time.Since(began), true}, nil
+		}
+		if time.Since(began) >= limit {
+			return quiescence{time.Since(began), false}, nil
+		}
+		prev = cur
+	}
+}
+
+// endedWhy adds a sandbox's last words to an error.
+func endedWhy(sb *fleet.Sandbox, err error) error {
+	if msg := strings.TrimSpace(sb.Stderr()); sb.Exited() && msg != "" {
+		return fmt.Errorf("%w; it said: %s", err, tail([]byte(msg), 2000))
+	}
+	return err
+}
+
+// measure takes one memory sample of one clone.
+func (d *demo) measure(ctx context.Context, s *system, clone, round int, step, when string) error {
+	sb := s.clones[clone]
+	m := memorySample{System: s.name, Clone: clone, Round: round, Step: step, When: when, IdleSeconds: time.Since(s.idleSince[clone]).Seconds()}
+	var st control.Stats
+	if s.hasStats {
+		var err error
+		if st, err = sb.Stats(ctx); err != nil {
+			return endedWhy(sb, err)
+		}
+	}
+	var err error
+	if m.Memory, err = sb.Memory(); err != nil {
+		return endedWhy(sb, err)
+	}
+	m.HostBytes = m.Memory.Host()
+	if s.hasStats {
+		m.Stats = &st
+		m.CommittedBytes, m.OwnedBytes = st.GuestBytes, st.OwnedBytes
+	} else {
+		m.CommittedBytes = m.Memory.GuestMemfd
+		// Comparing pages takes a while: not between two steps.
+		if when == afterWait {
+			diff, err := sb.DiffGuest(d.reference)
+			if err != nil {
+				return endedWhy(sb, err)
+			}
+			m.Diff = &diff
+			m.OwnedBytes = diff.Different * 4096
+		}
+	}
+	d.report.Memory = append(d.report.Memory, m)
+	return nil
+}
+
+// verify compares everything the clones hold, outside the timed steps, and has
+// the runtime check itself.
+func (d *demo) verify(ctx context.Context, s *system) error {
+	var times []float64
+	for i, sb := range s.clones {
+		began := time.Now()
+		out, err := d.ask(ctx, sb, request{Op: "state"})
+		if err != nil {
+			return fmt.Errorf("%s clone %d, digest of its whole state: %w", s.name, i, err)
+		}
+		took := time.Since(began).Seconds()
+		times = append(times, took)
+		d.report.States = append(d.report.States, stepSample{System: s.name, Clone: i, Round: d.cfg.rounds, Step: "state", Seconds: took, Output: out})
+		s.idleSince[i] = time.Now()
+		if !s.hasStats {
+			continue
+		}
+		c, err := sb.Check(ctx)
+		if err != nil {
+			return fmt.Errorf("%s clone %d: %w", s.name, i, endedWhy(sb, err))
+		}
+		for _, p := range c.Problems {
+			d.report.CheckProblems = append(d.report.CheckProblems, fmt.Sprintf("clone %d: %s", i, p))
+		}
+	}
+	d.say("%-8s digested everything its sandboxes hold, median %.2f s", s.name, quantile(times, 0.5))
+	return nil
+}
+
+// teardown ends a system's sandboxes and sees what the host gets back.
+func (d *demo) teardown(ctx context.Context, group []*system, s *system) error {
+	if err := sleep(ctx, d.cfg.wait); err != nil {
+		return err
+	}
+	var all []*fleet.Sandbox
+	for _, g := range group {
+		all = append(all, g.clones...)
+	}
+	if _, err := d.quiesce(ctx, all, d.cfg.settle); err != nil {
+		return err
+	}
+	for i := range s.clones {
+		if err := d.measure(ctx, s, i, d.cfg.rounds, "state", afterWait); err != nil {
+			return err
+		}
+	}
+	before, err := fleet.ReadHostMemory()
+	if err != nil {
+		return err
+	}
+	for _, sb := range s.clones {
+		if err := sb.Delete(ctx); err != nil {
+			return err
+		}
+	}
+	s.clones = nil
+	// The kernel frees some of it a little later.
+	if err := sleep(ctx, time.Second); err != nil {
+		return err
+	}
+	after, err := fleet.ReadHostMemory()
+	if err != nil {
+		return err
+	}
+	d.report.Teardowns = append(d.report.Teardowns, teardownSample{
+		System: s.name, AvailableBefore: before.Available, AvailableAfter: after.Available,
+		FreedBytes: int64(after.Available) - int64(before.Available),
+	})
+	return nil
+}
+
+// sleep waits, unless the run is interrupted.
+func sleep(ctx context.Context, t time.Duration) error {
+	select {
+	case <-time.After(t):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func mib(n uint64) string { return fmt.Sprintf("%.0f MiB", float64(n)/(1<<20)) }

@@ -1,0 +1,74 @@
+// Command agentbench measures what a runsc binary does to the memory and the
+// speed of AI-agent sandboxes, side by side with a stock runsc.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+)
+
+// command is one subcommand.
+type command struct {
+	name, summary string
+	run           func(ctx context.Context, args []string, stdout, stderr io.Writer) error
+}
+
+var commands = []command{
+	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
+}
+
+// errUsage says that the usage text was printed already.
+var errUsage = errors.New("usage")
+
+func main() {
+	// From the first signal on everything unwinds and cleans up; more signals
+	// do not cut that short.
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	os.Exit(mainCode(ctx, os.Args[1:], os.Stdout, os.Stderr))
+}
+
+func mainCode(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	usage := func(w io.Writer) {
+		fmt.Fprintln(w, "usage: agentbench COMMAND [flags]\n\ncommands:")
+		for _, c := range commands {
+			fmt.Fprintf(w, "  %-8s %s\n", c.name, c.summary)
+		}
+		fmt.Fprintln(w, "\nagentbench COMMAND -h lists a command's flags")
+	}
+	if len(args) == 0 {
+		usage(stderr)
+		return 2
+	}
+	switch args[0] {
+	case "help", "-h", "-help", "--help":
+		usage(stdout)
+		return 0
+	}
+	for _, c := range commands {
+		if c.name != args[0] {
+			continue
+		}
+		err := c.run(ctx, args[1:], stdout, stderr)
+		switch {
+		case err == nil, errors.Is(err, flag.ErrHelp):
+			return 0
+		case errors.Is(err, errUsage):
+			return 2
+		case ctx.Err() != nil:
+			fmt.Fprintf(stderr, "agentbench %s: interrupted; everything it started is cleaned up\n", c.name)
+			return 130
+		}
+		fmt.Fprintf(stderr, "agentbench %s: %v\n", c.name, err)
+		return 1
+	}
+	fmt.Fprintf(stderr, "agentbench: unknown command %q\n\n", args[0])
+	usage(stderr)
+	return 2
+}

@@ -1,0 +1,474 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/fleet"
+)
+
+const (
+	beforeWait = "before_wait" // right after the clone's step
+	afterWait  = "after_wait"
+
+	// restoreRound is the wait between the restore and the first step.
+	restoreRound = -1
+)
+
+// demoReport is what out/demo.json holds. Byte figures are per sandbox unless
+// their name says otherwise; figures that could not be measured are 0.
+type demoReport struct {
+	Clones      int     `json:"clones"`
+	Rounds      int     `json:"rounds"`
+	Seed        uint64  `json:"seed"`
+	WaitSeconds float64 `json:"wait_seconds"`
+	Runtime     string  `json:"runtime"`
+	Stock       string  `json:"stock"`
+	// RuntimeHasStats: the judged runtime answers `agentzip stats`. Without
+	// it both systems are measured from outside, the same way.
+	RuntimeHasStats bool `json:"runtime_has_stats"`
+	// Interleaved: both systems' sandboxes were alive together.
+	Interleaved    bool    `json:"interleaved"`
+	ElapsedSeconds float64 `json:"elapsed_seconds"`
+	// Error says why the run is incomplete.
+	Error string `json:"error,omitempty"`
+
+	OutputsEqual bool       `json:"outputs_equal"`
+	Compared     int        `json:"outputs_compared"`
+	Mismatches   []mismatch `json:"mismatches"`
+
+	// The headline figures; Definitions explains them.
+	OwnedReduction       float64 `json:"owned_reduction"`
+	HostReduction        float64 `json:"host_reduction"`
+	HostReductionMemFree float64 `json:"host_reduction_memavailable"`
+	CommittedOverOwned   float64 `json:"committed_over_owned"`
+	StepTimeRatio        float64 `json:"step_time_ratio"`
+	StateTimeRatio       float64 `json:"state_time_ratio"`
+	RestoreTimeRatio     float64 `json:"restore_time_ratio"`
+	CPUTimeRatio         float64 `json:"step_cpu_ratio"`
+	OwnedStockBytes      float64 `json:"owned_stock_bytes"`
+	OwnedBytes           float64 `json:"owned_bytes"`
+	// OwnedOutsideBytes estimates OwnedBytes without asking the runtime.
+	OwnedOutsideBytes float64           `json:"owned_outside_bytes"`
+	Definitions       map[string]string `json:"definitions"`
+
+	Template struct {
+		Ready             json.RawMessage `json:"ready"`
+		StartSeconds      float64         `json:"start_seconds"`
+		CheckpointSeconds float64         `json:"checkpoint_seconds"`
+		MemfdBytes        uint64          `json:"memfd_bytes"`
+		ImageBytes        uint64          `json:"image_bytes"`
+		ReferenceBytes    uint64          `json:"reference_bytes"`
+	} `json:"template"`
+
+	Waits     []waitSummary `json:"waits"`
+	StepTimes []stepSummary `json:"step_times"`
+
+	Restores      []restoreSample  `json:"restores"`
+	Steps         []stepSample     `json:"steps"`
+	States        []stepSample     `json:"states"`
+	Memory        []memorySample   `json:"memory"`
+	Settles       []settleSample   `json:"settles"`
+	Teardowns     []teardownSample `json:"teardowns"`
+	CheckProblems []string         `json:"check_problems"`
+}
+
+var demoDefinitions = map[string]string{
+	"committed":                   "guest memory committed by one sandbox, template included. stock: st_blocks of its memory file; agentzip: guest_bytes of its stats",
+	"owned":                       "stock: committed pages whose content differs from the template's page at the same offset (a page that the template lacks counts unless it is all zeros), compared from outside with a fresh clone's memory file; agentzip: owned_bytes of its stats (memory file, compressed store, metadata, pool share)",
+	"owned_outside":               "agentzip owned memory estimated without its stats: st_blocks of the memory file plus what its Sentry's anonymous memory and other memfds exceed the stock Sentry's by",
+	"host":                        "all memory one sandbox adds to the host: memfds by st_blocks, anonymous and file PSS of Sentry, gofer and stubs, page tables; shared files count in proportion",
+	"owned_reduction":             "stock owned over agentzip owned, both averaged over all sandboxes and all waits after steps, measured at the end of the wait",
+	"host_reduction":              "stock host over agentzip host, averaged in the same way",
+	"host_reduction_memavailable": "MemAvailable that returns when all stock sandboxes are ended, over the same for agentzip, at the end of the run",
+	"committed_over_owned":        "agentzip committed over agentzip owned: what compression does to the sandbox's whole memory, template included",
+	"step_time_ratio":             "sum of step wall times, agentzip over stock",
+	"state_time_ratio":            "the same for the final digest of everything a sandbox holds, which touches most of its memory at once",
+	"restore_time_ratio":          "sum of restore times, agentzip over stock",
+	"step_cpu_ratio":              "processor time used by the stepping sandbox during its steps, agentzip over stock",
+}
+
+type mismatch struct {
+	Clone    int             `json:"clone"`
+	Round    int             `json:"round"`
+	Step     string          `json:"step"`
+	Stock    json.RawMessage `json:"stock"`
+	Agentzip json.RawMessage `json:"agentzip"`
+}
+
+type restoreSample struct {
+	System  string  `json:"system"`
+	Clone   int     `json:"clone"`
+	Seconds float64 `json:"seconds"`
+}
+
+type stepSample struct {
+	System string `json:"system"`
+	Clone  int    `json:"clone"`
+	Round  int    `json:"round"`
+	Step   string `json:"step"`
+	// IdleSeconds is how long the sandbox had waited before the step.
+	IdleSeconds float64         `json:"idle_seconds"`
+	Seconds     float64         `json:"seconds"`
+	CPUSeconds  float64         `json:"cpu_seconds"`
+	Output      json.RawMessage `json:"output"`
+}
+
+type memorySample struct {
+	System         string           `json:"system"`
+	Clone          int              `json:"clone"`
+	Round          int              `json:"round"`
+	Step           string           `json:"step"`
+	When           string           `json:"when"`
+	IdleSeconds    float64          `json:"idle_seconds"`
+	CommittedBytes uint64           `json:"committed_bytes"`
+	OwnedBytes     uint64           `json:"owned_bytes"`
+	HostBytes      uint64           `json:"host_bytes"`
+	Memory         fleet.Memory     `json:"measured"`
+	Diff           *fleet.GuestDiff `json:"diff,omitempty"`
+	Stats          *control.Stats   `json:"stats,omitempty"`
+}
+
+type settleSample struct {
+	System  string  `json:"system"`
+	Round   int     `json:"round"`
+	Seconds float64 `json:"seconds"`
+	Quiet   bool    `json:"quiet"`
+}
+
+type teardownSample struct {
+	System          string `json:"system"`
+	AvailableBefore uint64 `json:"memavailable_before"`
+	AvailableAfter  uint64 `json:"memavailable_after"`
+	FreedBytes      int64  `json:"freed_bytes"`
+}
+
+// waitSummary is one row of the memory table: means over the sandboxes.
+type waitSummary struct {
+	Round int    `json:"round"`
+	Step  string `json:"step"`
+
+	Stock    waitMemory `json:"stock"`
+	Agentzip waitMemory `json:"agentzip"`
+
+	OwnedReduction float64 `json:"owned_reduction"`
+	HostReduction  float64 `json:"host_reduction"`
+}
+
+// waitMemory is the memory of one system around one wait.
+type waitMemory struct {
+	IdleSeconds     float64 `json:"idle_seconds"`
+	CommittedBytes  float64 `json:"committed_bytes"`
+	OwnedBytes      float64 `json:"owned_bytes"`
+	HostBytes       float64 `json:"host_bytes"`
+	OwnedBefore     float64 `json:"owned_before_bytes"`
+	HostBefore      float64 `json:"host_before_bytes"`
+	CommittedBefore float64 `json:"committed_before_bytes"`
+}
+
+// stepSummary is one row of the time table.
+type stepSummary struct {
+	Step           string  `json:"step"`
+	Samples        int     `json:"samples"`
+	StockMedian    float64 `json:"stock_median"`
+	StockP95       float64 `json:"stock_p95"`
+	AgentzipMedian float64 `json:"agentzip_median"`
+	AgentzipP95    float64 `json:"agentzip_p95"`
+	Ratio          float64 `json:"sum_ratio"`
+	Equal          int     `json:"outputs_equal"`
+}
+
+func newDemoReport(c demoConfig) *demoReport {
+	return &demoReport{
+		Clones: c.clones, Rounds: c.rounds, Seed: c.seed, WaitSeconds: c.wait.Seconds(),
+		Runtime: c.runtime, Stock: c.stock, Definitions: demoDefinitions,
+		// Lists are never null in the JSON.
+		Mismatches: []mismatch{}, CheckProblems: []string{},
+	}
+}
+
+func (r *demoReport) restoreSeconds(system string) []float64 {
+	var out []float64
+	for _, s := range r.Restores {
+		if s.System == system {
+			out = append(out, s.Seconds)
+		}
+	}
+	return out
+}
+
+// finish computes everything that follows from the samples.
+func (r *demoReport) finish(elapsed time.Duration, err error) {
+	r.ElapsedSeconds = elapsed.Seconds()
+	if err != nil {
+		r.Error = err.Error()
+	}
+	r.compareOutputs()
+	r.summarizeWaits()
+	r.summarizeSteps()
+
+	// Figures after steps: every wait but the one after the restore and the
+	// one after the final digest.
+	after := func(system string) (committed, owned, host, outside []float64) {
+		for _, m := range r.Memory {
+			if m.System == system && m.When == afterWait && m.Round >= 0 && m.Round < r.Rounds {
+				committed = append(committed, float64(m.CommittedBytes))
+				owned = append(owned, float64(m.OwnedBytes))
+				host = append(host, float64(m.HostBytes))
+				outside = append(outside, float64(m.Memory.OtherMemfd+m.Memory.Sentry.PSSAnon))
+			}
+		}
+		return
+	}
+	_, stockOwned, stockHost, stockOther := after(stockName)
+	committed, owned, host, other := after(judgedName)
+	r.OwnedStockBytes, r.OwnedBytes = mean(stockOwned), mean(owned)
+	r.OwnedReduction = ratio(mean(stockOwned), mean(owned))
+	r.HostReduction = ratio(mean(stockHost), mean(host))
+	if r.RuntimeHasStats {
+		r.CommittedOverOwned = ratio(mean(committed), mean(owned))
+		var memfd []float64
+		for _, m := range r.Memory {
+			if m.System == judgedName && m.When == afterWait && m.Round >= 0 && m.Round < r.Rounds {
+				memfd = append(memfd, float64(m.Memory.GuestMemfd))
+			}
+		}
+		r.OwnedOutsideBytes = mean(memfd) + max(0, mean(other)-mean(stockOther))
+	}
+
+	r.StepTimeRatio = sumRatio(r.Steps, func(s stepSample) float64 { return s.Seconds })
+	r.CPUTimeRatio = sumRatio(r.Steps, func(s stepSample) float64 { return s.CPUSeconds })
+	r.StateTimeRatio = sumRatio(r.States, func(s stepSample) float64 { return s.Seconds })
+	r.RestoreTimeRatio = ratio(sum(r.restoreSeconds(judgedName)), sum(r.restoreSeconds(stockName)))
+	freed := make(map[string]float64)
+	for _, t := range r.Teardowns {
+		freed[t.System] = float64(t.FreedBytes)
+	}
+	if freed[stockName] > 0 && freed[judgedName] > 0 {
+		r.HostReductionMemFree = freed[stockName] / freed[judgedName]
+	}
+}
+
+func sumRatio(samples []stepSample, value func(stepSample) float64) float64 {
+	total := make(map[string]float64)
+	for _, s := range samples {
+		total[s.System] += value(s)
+	}
+	return ratio(total[judgedName], total[stockName])
+}
+
+type outputKey struct {
+	clone, round int
+	step         string
+}
+
+// compareOutputs pairs every answer with the other system's. Outputs count as
+// equal only if every step has a partner and there is at least one.
+func (r *demoReport) compareOutputs() {
+	outputs := map[string]map[outputKey]json.RawMessage{stockName: {}, judgedName: {}}
+	for _, s := range slices.Concat(r.Steps, r.States) {
+		outputs[s.System][outputKey{s.Clone, s.Round, s.Step}] = s.Output
+	}
+	r.Mismatches = []mismatch{}
+	r.Compared = 0
+	for k, stock := range outputs[stockName] {
+		az, ok := outputs[judgedName][k]
+		if ok {
+			r.Compared++
+		}
+		if !ok || string(stock) != string(az) {
+			r.Mismatches = append(r.Mismatches, mismatch{k.clone, k.round, k.step, stock, az})
+		}
+	}
+	slices.SortFunc(r.Mismatches, func(a, b mismatch) int {
+		if a.Round != b.Round {
+			return a.Round - b.Round
+		}
+		return a.Clone - b.Clone
+	})
+	r.OutputsEqual = r.Error == "" && len(r.Mismatches) == 0 && r.Compared > 0 && len(outputs[stockName]) == len(outputs[judgedName])
+}
+
+func (r *demoReport) summarizeWaits() {
+	type key struct {
+		round int
+		step  string
+	}
+	var order []key
+	for _, m := range r.Memory {
+		if k := (key{m.Round, m.Step}); m.When == afterWait && !slices.Contains(order, k) {
+			order = append(order, k)
+		}
+	}
+	slices.SortStableFunc(order, func(a, b key) int { return a.round - b.round })
+	pick := func(k key, system, when string, value func(memorySample) float64) float64 {
+		var v []float64
+		for _, m := range r.Memory {
+			if m.System == system && m.When == when && m.Round == k.round && m.Step == k.step {
+				v = append(v, value(m))
+			}
+		}
+		return mean(v)
+	}
+	r.Waits = []waitSummary{}
+	for _, k := range order {
+		side := func(system string) waitMemory {
+			return waitMemory{
+				IdleSeconds:     pick(k, system, afterWait, func(m memorySample) float64 { return m.IdleSeconds }),
+				CommittedBytes:  pick(k, system, afterWait, func(m memorySample) float64 { return float64(m.CommittedBytes) }),
+				OwnedBytes:      pick(k, system, afterWait, func(m memorySample) float64 { return float64(m.OwnedBytes) }),
+				HostBytes:       pick(k, system, afterWait, func(m memorySample) float64 { return float64(m.HostBytes) }),
+				OwnedBefore:     pick(k, system, beforeWait, func(m memorySample) float64 { return float64(m.OwnedBytes) }),
+				HostBefore:      pick(k, system, beforeWait, func(m memorySample) float64 { return float64(m.HostBytes) }),
+				CommittedBefore: pick(k, system, beforeWait, func(m memorySample) float64 { return float64(m.CommittedBytes) }),
+			}
+		}
+		w := waitSummary{Round: k.round, Step: k.step, Stock: side(stockName), Agentzip: side(judgedName)}
+		w.OwnedReduction = ratio(w.Stock.OwnedBytes, w.Agentzip.OwnedBytes)
+		w.HostReduction = ratio(w.Stock.HostBytes, w.Agentzip.HostBytes)
+		r.Waits = append(r.Waits, w)
+	}
+}
+
+func (r *demoReport) summarizeSteps() {
+	unequal := make(map[outputKey]bool)
+	for _, m := range r.Mismatches {
+		unequal[outputKey{m.Clone, m.Round, m.Step}] = true
+	}
+	r.StepTimes = []stepSummary{}
+	add := func(name string, samples []stepSample, match func(stepSample) bool) {
+		var stock, az []float64
+		equal := 0
+		for _, s := range samples {
+			if !match(s) {
+				continue
+			}
+			if s.System == stockName {
+				stock = append(stock, s.Seconds)
+				continue
+			}
+			az = append(az, s.Seconds)
+			if !unequal[outputKey{s.Clone, s.Round, s.Step}] {
+				equal++
+			}
+		}
+		r.StepTimes = append(r.StepTimes, stepSummary{
+			Step: name, Samples: len(az), Equal: equal, Ratio: ratio(sum(az), sum(stock)),
+			StockMedian: quantile(stock, 0.5), StockP95: quantile(stock, 0.95),
+			AgentzipMedian: quantile(az, 0.5), AgentzipP95: quantile(az, 0.95),
+		})
+	}
+	var names []string
+	for _, s := range r.Steps {
+		if !slices.Contains(names, s.Step) {
+			names = append(names, s.Step)
+		}
+	}
+	for _, name := range names {
+		add(name, r.Steps, func(s stepSample) bool { return s.Step == name })
+	}
+	add("all steps", r.Steps, func(stepSample) bool { return true })
+	add("full state", r.States, func(stepSample) bool { return true })
+}
+
+// write stores the report as JSON.
+func (r *demoReport) write(path string) error {
+	b, err := json.MarshalIndent(r, "", " ")
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(b, '\n'), 0o644)
+}
+
+// print writes the table that people read.
+func (r *demoReport) print(w io.Writer) {
+	m := func(bytes float64) string {
+		if bytes == 0 {
+			return "-"
+		}
+		return fmt.Sprintf("%.1f", bytes/(1<<20))
+	}
+	x := func(v float64) string {
+		if v == 0 {
+			return "-"
+		}
+		return fmt.Sprintf("%.2fx", v)
+	}
+	together := "both systems alive together, in alternating batches"
+	if !r.Interleaved {
+		together = "one system after the other"
+	}
+	fmt.Fprintf(w, "\n%d sandboxes per system restored from one %s checkpoint, %d tool steps each, waits of %.3gs or more; %s\n",
+		r.Clones, mib(r.Template.ImageBytes), r.Rounds, r.WaitSeconds, together)
+	fmt.Fprintf(w, "agentzip = %s, stock = %s\n", r.Runtime, r.Stock)
+
+	rule := strings.Repeat("-", 112)
+	fmt.Fprintf(w, "\nMEMORY PER SANDBOX (MiB, mean of %d)\n", r.Clones)
+	fmt.Fprintf(w, "%-11s|%27s |%45s |%20s\n", "", "stock, end of wait", "agentzip, before wait -> end of wait", "reduction")
+	fmt.Fprintf(w, "%-11s|%9s%9s%9s |%9s%18s%18s |%10s%10s\n", "wait after", "guest", "owned", "host", "guest", "owned", "host", "owned", "host")
+	fmt.Fprintln(w, rule)
+	for _, s := range r.Waits {
+		fmt.Fprintf(w, "%-11s|%9s%9s%9s |%9s%18s%18s |%10s%10s\n", s.Step,
+			m(s.Stock.CommittedBytes), m(s.Stock.OwnedBytes), m(s.Stock.HostBytes),
+			m(s.Agentzip.CommittedBytes),
+			m(s.Agentzip.OwnedBefore)+" -> "+m(s.Agentzip.OwnedBytes),
+			m(s.Agentzip.HostBefore)+" -> "+m(s.Agentzip.HostBytes),
+			x(s.OwnedReduction), x(s.HostReduction))
+	}
+	fmt.Fprintln(w, rule)
+	fmt.Fprintf(w, "%-11s|%9s%9s%9s |%9s%18s%18s |%10s%10s\n", "steps, mean", "", m(r.OwnedStockBytes), "", "", m(r.OwnedBytes), "", x(r.OwnedReduction), x(r.HostReduction))
+	fmt.Fprintln(w, "guest = all memory the guest has committed, template included; stock owned = the part that differs from the template")
+	if r.RuntimeHasStats {
+		fmt.Fprintf(w, "agentzip owned = memory file + compressed store + metadata, from its stats; estimated from outside: %s\n", m(r.OwnedOutsideBytes))
+		fmt.Fprintf(w, "agentzip guest over owned (compression of everything, template included): %s\n", x(r.CommittedOverOwned))
+	} else {
+		fmt.Fprintln(w, "this runtime has no agentzip stats: its owned memory is measured as stock's is, the memory that differs from the template")
+	}
+	fmt.Fprintln(w, "host = memory files, Sentry, gofer, stubs and page tables")
+	for _, t := range r.Teardowns {
+		fmt.Fprintf(w, "ending the %d %s sandboxes gave the host back %.0f MiB (MemAvailable)\n", r.Clones, t.System, float64(t.FreedBytes)/(1<<20))
+	}
+	if r.HostReductionMemFree > 0 {
+		fmt.Fprintf(w, "host reduction by MemAvailable: %s\n", x(r.HostReductionMemFree))
+	}
+
+	fmt.Fprintf(w, "\nSTEP TIMES (s)\n")
+	fmt.Fprintf(w, "%-11s%8s |%9s%9s |%9s%9s |%12s |  %s\n", "step", "steps", "stock p50", "p95", "az p50", "p95", "az / stock", "outputs equal")
+	fmt.Fprintln(w, strings.Repeat("-", 92))
+	for _, s := range r.StepTimes {
+		fmt.Fprintf(w, "%-11s%8d |%9.3f%9.3f |%9.3f%9.3f |%12s |  %d of %d\n", s.Step, s.Samples, s.StockMedian, s.StockP95, s.AgentzipMedian, s.AgentzipP95, x(s.Ratio), s.Equal, s.Samples)
+	}
+	fmt.Fprintf(w, "restore: stock %.2f s, agentzip %.2f s median\n", quantile(r.restoreSeconds(stockName), 0.5), quantile(r.restoreSeconds(judgedName), 0.5))
+	unsettled := 0
+	for _, s := range r.Settles {
+		if !s.Quiet {
+			unsettled++
+		}
+	}
+	if unsettled > 0 {
+		fmt.Fprintf(w, "note: in %d of %d waits background work was still going on when the wait ended (--settle)\n", unsettled, len(r.Settles))
+	}
+
+	fmt.Fprintf(w, "\nreduction of owned memory %s, of host memory %s; step time %s of stock's; outputs %s; %.0f s in all\n",
+		x(r.OwnedReduction), x(r.HostReduction), x(r.StepTimeRatio), map[bool]string{true: "equal", false: "NOT EQUAL"}[r.OutputsEqual], r.ElapsedSeconds)
+	for i, mm := range r.Mismatches {
+		if i == 3 {
+			fmt.Fprintf(w, "... and %d more\n", len(r.Mismatches)-i)
+			break
+		}
+		fmt.Fprintf(w, "clone %d, round %d, %s: stock %.300s, agentzip %.300s\n", mm.Clone, mm.Round, mm.Step, mm.Stock, mm.Agentzip)
+	}
+	for _, p := range r.CheckProblems {
+		fmt.Fprintf(w, "check: %s\n", p)
+	}
+}

@@ -1,0 +1,234 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// rootfsPackages is what the workload needs in the guest. Changing the list
+// makes a cached root file system stale.
+var rootfsPackages = []string{
+	"git", "python3", "python3-numpy", "python3-pandas", "python3-tz", "python3-dateutil",
+}
+
+// rootfsStamp marks a complete root file system and says how it was made.
+const rootfsStamp = ".agentbench-rootfs"
+
+// rootfsOptions say where the guest's root file system is and how to make it.
+type rootfsOptions struct {
+	dir     string
+	mirror  string // "" means what the machine's apt uses
+	suite   string // "" means what the machine runs
+	install bool   // may debootstrap be installed with apt?
+}
+
+// prepareRootfs returns the directory of a root file system for the workload,
+// making it with debootstrap unless a complete one is cached there.
+func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any)) (string, error) {
+	dir, err := filepath.Abs(o.dir)
+	if err != nil {
+		return "", err
+	}
+	osRelease, _ := os.ReadFile("/etc/os-release")
+	id, codename := distribution(string(osRelease))
+	suite := o.suite
+	if suite == "" {
+		if id != "debian" {
+			return "", fmt.Errorf("this machine runs %q, not Debian: name a Debian release and an archive with --suite and --mirror", id)
+		}
+		suite = codename
+	}
+	stamp := suite + "\n" + strings.Join(rootfsPackages, " ") + "\n"
+	if b, err := os.ReadFile(filepath.Join(dir, rootfsStamp)); err == nil {
+		if string(b) == stamp {
+			say("root filesystem: %s (cached)", o.dir)
+			return dir, nil
+		}
+		say("root filesystem: %s was made for something else, making it anew", o.dir)
+	} else if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
+		return "", fmt.Errorf("%s exists but was not made by agentbench: move it away or choose another directory with --rootfs", dir)
+	}
+
+	src := aptSource{uri: o.mirror}
+	if src.uri == "" {
+		if src, err = findMirror("/etc/apt", suite); err != nil {
+			return "", err
+		}
+	}
+	debootstrap, err := findDebootstrap(ctx, o.install, say)
+	if err != nil {
+		return "", err
+	}
+
+	// Built aside and renamed, so that what carries the name is complete.
+	tmp := dir + ".partial"
+	if err := removeTree(tmp); err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		return "", err
+	}
+	say("root filesystem: installing Debian %s with %s into %s; takes a minute or two, once", suite, strings.Join(rootfsPackages, ", "), o.dir)
+	args := []string{"--variant=minbase", "--include=" + strings.Join(rootfsPackages, ",")}
+	if src.signedBy != "" {
+		args = append(args, "--keyring="+src.signedBy)
+	}
+	args = append(args, suite, tmp, src.uri)
+	if err := runDebootstrap(ctx, debootstrap, args, say); err != nil {
+		return "", errors.Join(err, removeTree(tmp))
+	}
+	// Package lists and archives are of no use in the guest.
+	for _, p := range []string{"var/cache/apt", "var/lib/apt/lists"} {
+		if err := os.RemoveAll(filepath.Join(tmp, p)); err != nil {
+			return "", err
+		}
+	}
+	if err := os.WriteFile(filepath.Join(tmp, rootfsStamp), []byte(stamp), 0o644); err != nil {
+		return "", err
+	}
+	if err := removeTree(dir); err != nil {
+		return "", err
+	}
+	if err := os.Rename(tmp, dir); err != nil {
+		return "", err
+	}
+	return dir, nil
+}
+
+// findDebootstrap finds the tool or, where allowed, installs it.
+func findDebootstrap(ctx context.Context, install bool, say func(string, ...any)) (string, error) {
+	look := func() string {
+		for _, p := range []string{"/usr/sbin/debootstrap", "/sbin/debootstrap", "/usr/bin/debootstrap"} {
+			if unix.Access(p, unix.X_OK) == nil {
+				return p
+			}
+		}
+		p, _ := exec.LookPath("debootstrap")
+		return p
+	}
+	if p := look(); p != "" {
+		return p, nil
+	}
+	const hint = "apt-get install -y --no-install-recommends debootstrap"
+	if !install {
+		return "", fmt.Errorf("debootstrap is missing: %s", hint)
+	}
+	say("debootstrap is missing: running %s", hint)
+	cmd := exec.CommandContext(ctx, "apt-get", strings.Fields(hint)[1:]...)
+	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("debootstrap is missing and installing it failed (%w); run `apt-get update && %s`. apt-get said: %s", err, hint, tail(out, 600))
+	}
+	if p := look(); p != "" {
+		return p, nil
+	}
+	return "", errors.New("apt-get installed debootstrap, but it is nowhere to be found")
+}
+
+// runDebootstrap runs it in a process group of its own, so that all of it can
+// be ended, and reports progress a few times a minute.
+func runDebootstrap(ctx context.Context, path string, args []string, say func(string, ...any)) error {
+	cmd := exec.CommandContext(ctx, path, args...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = 10 * time.Second
+	cmd.Env = os.Environ()
+	// debootstrap fetches with wget, which does not read apt's settings.
+	if proxy := aptProxy(ctx); proxy != "" && os.Getenv("http_proxy") == "" {
+		cmd.Env = append(cmd.Env, "http_proxy="+proxy)
+	}
+	// Pdeathsig goes by the thread that forks, which must not end meanwhile.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	progress := &stepWriter{say: say, every: 5 * time.Second}
+	cmd.Stdout, cmd.Stderr = progress, progress
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return fmt.Errorf("debootstrap failed: %w: %s", err, tail(progress.all.Bytes(), 800))
+	}
+	return nil
+}
+
+// aptProxy returns the proxy apt is told to use, if any.
+func aptProxy(ctx context.Context) string {
+	out, err := exec.CommandContext(ctx, "apt-config", "dump", "--format=%v%n", "Acquire::http::Proxy").Output()
+	if err != nil {
+		return ""
+	}
+	p := strings.TrimSpace(string(out))
+	if p == "DIRECT" {
+		return ""
+	}
+	return p
+}
+
+// stepWriter passes on one line of output now and then.
+type stepWriter struct {
+	say   func(string, ...any)
+	every time.Duration
+	last  time.Time
+	all   bytes.Buffer
+}
+
+var _ io.Writer = (*stepWriter)(nil)
+
+func (w *stepWriter) Write(p []byte) (int, error) {
+	w.all.Write(p)
+	if line := strings.TrimSpace(string(p)); line != "" && time.Since(w.last) >= w.every {
+		w.last = time.Now()
+		line, _, _ = strings.Cut(line, "\n")
+		w.say("  %s", line)
+	}
+	return len(p), nil
+}
+
+// tail returns the end of an output for an error message.
+func tail(b []byte, n int) string {
+	s := strings.TrimSpace(string(b))
+	if len(s) > n {
+		s = "..." + s[len(s)-n:]
+	}
+	return s
+}
+
+// removeTree removes a directory that debootstrap worked in: first the mounts
+// an interrupted run leaves (proc, sys), then the files. It refuses to descend
+// while anything is still mounted there.
+func removeTree(dir string) error {
+	if _, err := os.Lstat(dir); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	b, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return err
+	}
+	var mounts []string
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) > 4 && strings.HasPrefix(f[4], dir+"/") {
+			mounts = append(mounts, f[4])
+		}
+	}
+	slices.Sort(mounts)
+	for _, m := range slices.Backward(mounts) {
+		if err := unix.Unmount(m, unix.MNT_DETACH); err != nil {
+			return fmt.Errorf("unmounting %s: %w", m, err)
+		}
+	}
+	return os.RemoveAll(dir)
+}

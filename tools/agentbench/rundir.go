@@ -1,0 +1,139 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/pkg/fleet"
+)
+
+// runDir holds the files of one run: bundles, images, snapshots, and the list
+// of fleet roots it uses. It is locked while the run lives, so that the next
+// run can tell what a killed one left behind.
+type runDir struct {
+	path string
+	lock *os.File
+}
+
+const (
+	runPrefix = "run-"
+	runLock   = "lock"
+	runRoots  = "roots.json"
+)
+
+// newRunDir makes a run directory below parent.
+func newRunDir(parent string) (*runDir, error) {
+	parent, err := filepath.Abs(parent)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(parent, 0o755); err != nil {
+		return nil, err
+	}
+	path, err := os.MkdirTemp(parent, runPrefix)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := tryLock(filepath.Join(path, runLock))
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(path))
+	}
+	return &runDir{path: path, lock: lock}, nil
+}
+
+// reserveRoot records a root directory for a fleet.Runtime before it exists.
+func (d *runDir) reserveRoot(name string) (string, error) {
+	parent := "/run"
+	if unix.Access(parent, unix.W_OK) != nil {
+		parent = d.path
+	}
+	root := filepath.Join(parent, "agentbench-"+strings.TrimPrefix(filepath.Base(d.path), runPrefix)+"-"+name)
+	roots, err := readRoots(d.path)
+	if err != nil {
+		return "", err
+	}
+	b, err := json.Marshal(append(roots, root))
+	if err != nil {
+		return "", err
+	}
+	return root, os.WriteFile(filepath.Join(d.path, runRoots), b, 0o600)
+}
+
+// remove deletes the directory. The fleet roots must have been closed.
+func (d *runDir) remove() error {
+	err := os.RemoveAll(d.path)
+	d.lock.Close()
+	return err
+}
+
+func readRoots(dir string) ([]string, error) {
+	b, err := os.ReadFile(filepath.Join(dir, runRoots))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	} else if err != nil {
+		return nil, err
+	}
+	var roots []string
+	if err := json.Unmarshal(b, &roots); err != nil {
+		return nil, fmt.Errorf("%s: %w", filepath.Join(dir, runRoots), err)
+	}
+	return roots, nil
+}
+
+// errLocked says that another process holds a lock.
+var errLocked = errors.New("locked by another process")
+
+func tryLock(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		if err == unix.EWOULDBLOCK {
+			return nil, fmt.Errorf("%s: %w", path, errLocked)
+		}
+		return nil, err
+	}
+	return f, nil
+}
+
+// reclaimRuns cleans up after runs below parent that were killed.
+func reclaimRuns(parent string, say func(string, ...any)) error {
+	dirs, err := filepath.Glob(filepath.Join(parent, runPrefix+"*"))
+	if err != nil {
+		return err
+	}
+	for _, dir := range dirs {
+		lock, err := tryLock(filepath.Join(dir, runLock))
+		if errors.Is(err, errLocked) {
+			continue // alive
+		} else if err != nil {
+			return err
+		}
+		say("cleaning up after an earlier run that was killed: %s", dir)
+		roots, err := readRoots(dir)
+		if err != nil {
+			lock.Close()
+			return err
+		}
+		for _, root := range roots {
+			if err := fleet.Reclaim(root); err != nil {
+				lock.Close()
+				return err
+			}
+		}
+		err = os.RemoveAll(dir)
+		lock.Close()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
