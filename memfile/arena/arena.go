@@ -39,6 +39,7 @@
 // memory, freeing 90 % returns 44 %. Allocation takes the fullest slabs first
 // (in eighths), so that the sparse ones run empty: when a third of the blobs is
 // replaced over and over, HeldBytes stays below 1.1 times the blobs' bytes.
+// [Arena.Sparse] says which blobs the caller may move to get the rest back.
 // What is free in one class does not serve another before its slab is empty.
 //
 // Bookkeeping: 32 bytes per slab and 4 bytes per page of it, in the segment's
@@ -201,7 +202,7 @@ func (a *Arena) Alloc(n int) (Handle, []byte, error) {
 	s.set(slot)
 	s.used++
 	if s.used < geo.slots {
-		a.link(c, geo, ref)
+		a.link(c, geo, ref, true)
 	}
 	c.blobs++
 	c.bytes += uint64(n)
@@ -252,7 +253,7 @@ func (a *Arena) Free(h Handle) {
 	c.blobs--
 	c.bytes -= uint64(n)
 	if p.slab.used > 0 {
-		a.link(c, geo, p.ref)
+		a.link(c, geo, p.ref, false)
 		return
 	}
 	c.slabs--

@@ -401,6 +401,26 @@ func TestModel(t *testing.T) {
 					free(t, i)
 				}
 			},
+			"compact": func(t *rapid.T) {
+				before := a.Stats().HeldBytes
+				at := map[Handle]int{}
+				for i, h := range order {
+					at[h] = i
+				}
+				for _, h := range a.Sparse(rapid.IntRange(1, 200).Draw(t, "limit")) {
+					i, ok := at[h]
+					if !ok {
+						t.Fatalf("handle %#x is not in use", uint64(h))
+					}
+					alloc(t, live[h])
+					delete(at, h)
+					free(t, i)
+					// What was allocated last took the place of what was freed.
+				}
+				if after := a.Stats().HeldBytes; after > before {
+					t.Fatalf("compaction grew the arena from %d to %d bytes", before, after)
+				}
+			},
 			"bytes": func(t *rapid.T) {
 				for h, n := range live {
 					b, err := a.Bytes(h)

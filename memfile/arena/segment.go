@@ -262,16 +262,24 @@ func group(used uint8, geo *classGeometry) int {
 	return int(used) * fullnessGroups / int(geo.slots)
 }
 
-func (a *Arena) link(c *class, geo *classGeometry, ref slabRef) {
+// link puts a slab into its list: in front, where Alloc takes from, or second,
+// so that a slab that is running empty is not the next to be filled.
+func (a *Arena) link(c *class, geo *classGeometry, ref slabRef, front bool) {
 	_, s := a.slab(ref)
 	g := group(s.used, geo)
 	s.prev, s.next = 0, c.groups[g]
+	if s.next != 0 && !front {
+		_, first := a.slab(s.next)
+		s.prev, s.next = s.next, first.next
+		first.next = ref
+	} else {
+		c.groups[g] = ref
+		c.filled |= 1 << g
+	}
 	if s.next != 0 {
 		_, next := a.slab(s.next)
 		next.prev = ref
 	}
-	c.groups[g] = ref
-	c.filled |= 1 << g
 }
 
 // unlink takes a slab out of its list; its fill must still be what it was when
