@@ -141,6 +141,17 @@ func (r *Runtime) Binary() string { return r.binary }
 // Root returns the private state directory.
 func (r *Runtime) Root() string { return r.root }
 
+// Version returns the binary's version string. A checkpoint image restores only
+// under a runsc of the version that made it.
+func (r *Runtime) Version(ctx context.Context) (string, error) {
+	out, err := r.run(ctx, "--version")
+	if err != nil {
+		return "", err
+	}
+	first, _, _ := strings.Cut(string(out), "\n")
+	return strings.TrimSpace(strings.TrimPrefix(first, "runsc version ")), nil
+}
+
 // checkBinary resolves the path and refuses what cannot work.
 func checkBinary(path string) (string, error) {
 	if path == "" {

@@ -21,7 +21,9 @@ const demoUsage = `usage: agentbench demo [flags]
 Starts one sandbox with a Python tool server that holds a real working set,
 checkpoints it, restores N sandboxes from the image under a stock runsc and N
 under the runtime to judge, and takes each through the same tool steps with
-waits between.
+waits between. If the two binaries are of different versions, which gVisor
+does not let restore each other's images, each makes an image of its own from
+the same tool server.
 
 Sandboxes are driven in batches: all N of one system take their next step one
 after the other, then that system waits, then it is the other system's turn,
@@ -109,7 +111,6 @@ type demo struct {
 
 	dir       *runDir
 	bundle    string
-	image     string
 	reference *fleet.GuestSnapshot
 	systems   []*system // stock first
 	report    *demoReport
@@ -117,8 +118,10 @@ type demo struct {
 
 // system is one runtime under test with its sandboxes.
 type system struct {
-	name   string
-	rt     *fleet.Runtime
+	name string
+	rt   *fleet.Runtime
+	// image is the checkpoint its clones are restored from.
+	image  string
 	clones []*fleet.Sandbox
 	// idleSince is when each clone last answered.
 	idleSince []time.Time
@@ -211,7 +214,7 @@ func (d *demo) run(ctx context.Context) error {
 	if err := fleet.WriteBundle(d.bundle, workloadSpec(rootfs, d.cfg.seed)); err != nil {
 		return err
 	}
-	if err := d.makeTemplate(ctx); err != nil {
+	if err := d.makeTemplates(ctx); err != nil {
 		return err
 	}
 	groups, err := d.plan()
@@ -254,53 +257,79 @@ func (d *demo) openSystems() error {
 	return nil
 }
 
-// makeTemplate starts the tool server, lets it settle and checkpoints it. The
-// judged runtime makes the image: that it can, and that a stock runsc restores
-// the result, is part of what the demo shows.
-func (d *demo) makeTemplate(ctx context.Context) error {
-	rt := d.systems[1].rt
-	d.say("template: starting the tool server (imports, repository, syntax trees, table)")
-	began := time.Now()
-	sb, err := rt.Run(ctx, "template", d.bundle)
-	if err != nil {
+// makeTemplates makes the image that the clones of both systems are restored
+// from. The judged runtime makes it: that it can, and that a stock runsc
+// restores the result, is part of what the demo shows.
+func (d *demo) makeTemplates(ctx context.Context) error {
+	stock, judged := d.systems[0], d.systems[1]
+	for _, s := range d.systems {
+		v, err := s.rt.Version(ctx)
+		if err != nil {
+			return err
+		}
+		d.report.Versions[s.name] = v
+	}
+	var err error
+	if judged.image, err = d.makeTemplate(ctx, judged, &d.report.Template); err != nil {
 		return err
+	}
+	stock.image = judged.image
+	d.report.SharedImage = d.report.Versions[stockName] == d.report.Versions[judgedName]
+	if d.report.SharedImage {
+		return nil
+	}
+	d.say("note: %s is version %s and %s is version %s, which do not restore each other's images: making one for each", d.cfg.stock, d.report.Versions[stockName], d.cfg.runtime, d.report.Versions[judgedName])
+	stock.image, err = d.makeTemplate(ctx, stock, &d.report.StockTemplate)
+	return err
+}
+
+// makeTemplate starts the tool server, lets it settle and checkpoints it.
+func (d *demo) makeTemplate(ctx context.Context, s *system, t *templateReport) (string, error) {
+	d.say("%-8s template: starting the tool server (imports, repository, syntax trees, table)", s.name)
+	began := time.Now()
+	sb, err := s.rt.Run(ctx, s.name+"-template", d.bundle)
+	if err != nil {
+		return "", err
 	}
 	tctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
 	ready, err := sb.ReadLine(tctx)
 	if err != nil {
-		return fmt.Errorf("the tool server did not get ready: %w", err)
+		return "", fmt.Errorf("the tool server did not get ready: %w", err)
+	}
+	if !json.Valid([]byte(ready)) {
+		return "", fmt.Errorf("the tool server did not get ready: it said %.200q", ready)
 	}
 	if _, err := d.ask(tctx, sb, request{Op: "settle"}); err != nil {
-		return err
+		return "", err
 	}
 	mem, err := sb.Memory()
 	if err != nil {
-		return err
+		return "", err
 	}
-	d.report.Template.Ready = json.RawMessage(ready)
-	d.report.Template.StartSeconds = time.Since(began).Seconds()
-	d.image = filepath.Join(d.dir.path, "image")
+	t.Ready = json.RawMessage(ready)
+	t.StartSeconds = time.Since(began).Seconds()
+	image := filepath.Join(d.dir.path, s.name+"-image")
 	began = time.Now()
-	if err := sb.Checkpoint(tctx, d.image, fleet.CheckpointOptions{}); err != nil {
-		return err
+	if err := sb.Checkpoint(tctx, image, fleet.CheckpointOptions{}); err != nil {
+		return "", err
 	}
-	d.report.Template.CheckpointSeconds = time.Since(began).Seconds()
+	t.CheckpointSeconds = time.Since(began).Seconds()
 	if err := sb.Delete(ctx); err != nil {
-		return err
+		return "", err
 	}
-	entries, err := os.ReadDir(d.image)
+	entries, err := os.ReadDir(image)
 	if err != nil {
-		return err
+		return "", err
 	}
 	for _, e := range entries {
 		if fi, err := e.Info(); err == nil {
-			d.report.Template.ImageBytes += uint64(fi.Size())
+			t.ImageBytes += uint64(fi.Size())
 		}
 	}
-	d.report.Template.MemfdBytes = mem.GuestMemfd
-	d.say("template: ready after %.1f s, checkpointed in %.1f s, image %s", d.report.Template.StartSeconds, d.report.Template.CheckpointSeconds, mib(d.report.Template.ImageBytes))
-	return nil
+	t.MemfdBytes = mem.GuestMemfd
+	d.say("%-8s template: ready after %.1f s, checkpointed in %.1f s, image %s", s.name, t.StartSeconds, t.CheckpointSeconds, mib(t.ImageBytes))
+	return image, nil
 }
 
 // Rough upper estimates for what one sandbox of this workload adds to its
@@ -357,7 +386,7 @@ func planGroups(available, perSandbox uint64, clones int, mode string) (together
 // memory of a stock clone that was restored and has done nothing yet.
 func (d *demo) takeReference(ctx context.Context) error {
 	s := d.systems[0]
-	sb, err := s.rt.Restore(ctx, "reference", d.bundle, d.image)
+	sb, err := s.rt.Restore(ctx, "reference", d.bundle, s.image)
 	if err != nil {
 		return fmt.Errorf("restoring the template under the stock runsc: %w", err)
 	}
@@ -367,7 +396,7 @@ func (d *demo) takeReference(ctx context.Context) error {
 	if d.reference, err = sb.SnapshotGuest(filepath.Join(d.dir.path, "reference")); err != nil {
 		return err
 	}
-	d.report.Template.ReferenceBytes = d.reference.Bytes()
+	d.report.ReferenceBytes = d.reference.Bytes()
 	return sb.Delete(ctx)
 }
 
@@ -412,7 +441,7 @@ func (d *demo) runGroup(ctx context.Context, group []*system) error {
 // restore starts the clones of a system.
 func (d *demo) restore(ctx context.Context, s *system) error {
 	for i := range d.cfg.clones {
-		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%d", s.name, i), d.bundle, d.image)
+		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%d", s.name, i), d.bundle, s.image)
 		if err != nil {
 			return fmt.Errorf("restoring %s clone %d: %w", s.name, i, err)
 		}
@@ -435,6 +464,10 @@ func (d *demo) restore(ctx context.Context, s *system) error {
 // batch lets every clone of a system take its step of a round.
 func (d *demo) batch(ctx context.Context, s *system, round int) error {
 	var times []float64
+	load, err := d.startLoad()
+	if err != nil {
+		return err
+	}
 	for i, sb := range s.clones {
 		req := planStep(d.cfg.seed, i, round)
 		cpu0, err := sb.CPUTime()
@@ -462,6 +495,12 @@ func (d *demo) batch(ctx context.Context, s *system, round int) error {
 			return err
 		}
 	}
+	b, err := load.stop()
+	if err != nil {
+		return err
+	}
+	b.System, b.Round = s.name, round
+	d.report.Batches = append(d.report.Batches, b)
 	d.say("%-8s round %d/%d %-8s median %.2f s", s.name, round+1, d.cfg.rounds, stepCycle[round%len(stepCycle)], quantile(times, 0.5))
 	return nil
 }
@@ -510,6 +549,56 @@ func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, r
 type quiescence struct {
 	took  time.Duration
 	quiet bool
+}
+
+// loadMeter tells how much of the machine other programs use meanwhile, which
+// is what spoils comparisons of times.
+type loadMeter struct {
+	d     *demo
+	began time.Time
+	total cpuTimes
+	own   time.Duration
+}
+
+func (d *demo) startLoad() (*loadMeter, error) {
+	m := &loadMeter{d: d, began: time.Now()}
+	var err error
+	if m.total, err = readCPUTimes(); err != nil {
+		return nil, err
+	}
+	m.own = d.ownCPU()
+	return m, nil
+}
+
+// ownCPU is the processor time of this program, of the runsc commands it ran
+// and of all sandboxes alive.
+func (d *demo) ownCPU() time.Duration {
+	t := selfCPU()
+	for _, s := range d.systems {
+		for _, sb := range s.clones {
+			// One that just ended shows as an error where it matters.
+			if c, err := sb.CPUTime(); err == nil {
+				t += c
+			}
+		}
+	}
+	return t
+}
+
+func (m *loadMeter) stop() (batchSample, error) {
+	now, err := readCPUTimes()
+	if err != nil {
+		return batchSample{}, err
+	}
+	own := (m.d.ownCPU() - m.own).Seconds()
+	all := (now.all - m.total.all).Seconds()
+	busy := (now.busy - m.total.busy).Seconds()
+	return batchSample{
+		Seconds: time.Since(m.began).Seconds(),
+		Busy:    ratio(busy, all),
+		Own:     ratio(own, all),
+		Others:  max(0, ratio(busy-own, all)),
+	}, nil
 }
 
 // quiesce waits until the sandboxes together use less than a twentieth of one

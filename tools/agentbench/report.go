@@ -50,6 +50,7 @@ type demoReport struct {
 	HostReductionMemFree float64 `json:"host_reduction_memavailable"`
 	CommittedOverOwned   float64 `json:"committed_over_owned"`
 	StepTimeRatio        float64 `json:"step_time_ratio"`
+	StepTimeRatioMedian  float64 `json:"step_time_ratio_median"`
 	StateTimeRatio       float64 `json:"state_time_ratio"`
 	RestoreTimeRatio     float64 `json:"restore_time_ratio"`
 	CPUTimeRatio         float64 `json:"step_cpu_ratio"`
@@ -59,14 +60,13 @@ type demoReport struct {
 	OwnedOutsideBytes float64           `json:"owned_outside_bytes"`
 	Definitions       map[string]string `json:"definitions"`
 
-	Template struct {
-		Ready             json.RawMessage `json:"ready"`
-		StartSeconds      float64         `json:"start_seconds"`
-		CheckpointSeconds float64         `json:"checkpoint_seconds"`
-		MemfdBytes        uint64          `json:"memfd_bytes"`
-		ImageBytes        uint64          `json:"image_bytes"`
-		ReferenceBytes    uint64          `json:"reference_bytes"`
-	} `json:"template"`
+	// Versions of the two binaries. Only equal ones can share an image;
+	// StockTemplate is filled if they could not.
+	Versions       map[string]string `json:"versions"`
+	SharedImage    bool              `json:"shared_image"`
+	Template       templateReport    `json:"template"`
+	StockTemplate  templateReport    `json:"stock_template"`
+	ReferenceBytes uint64            `json:"reference_bytes"`
 
 	Waits     []waitSummary `json:"waits"`
 	StepTimes []stepSummary `json:"step_times"`
@@ -75,6 +75,7 @@ type demoReport struct {
 	Steps         []stepSample     `json:"steps"`
 	States        []stepSample     `json:"states"`
 	Memory        []memorySample   `json:"memory"`
+	Batches       []batchSample    `json:"batches"`
 	Settles       []settleSample   `json:"settles"`
 	Teardowns     []teardownSample `json:"teardowns"`
 	CheckProblems []string         `json:"check_problems"`
@@ -90,9 +91,18 @@ var demoDefinitions = map[string]string{
 	"host_reduction_memavailable": "MemAvailable that returns when all stock sandboxes are ended, over the same for agentzip, at the end of the run",
 	"committed_over_owned":        "agentzip committed over agentzip owned: what compression does to the sandbox's whole memory, template included",
 	"step_time_ratio":             "sum of step wall times, agentzip over stock",
+	"step_time_ratio_median":      "median over all steps of agentzip's time over stock's for the same step of the same clone; less sensitive than the sum to other load on the machine",
 	"state_time_ratio":            "the same for the final digest of everything a sandbox holds, which touches most of its memory at once",
 	"restore_time_ratio":          "sum of restore times, agentzip over stock",
 	"step_cpu_ratio":              "processor time used by the stepping sandbox during its steps, agentzip over stock",
+}
+
+type templateReport struct {
+	Ready             json.RawMessage `json:"ready,omitempty"`
+	StartSeconds      float64         `json:"start_seconds"`
+	CheckpointSeconds float64         `json:"checkpoint_seconds"`
+	MemfdBytes        uint64          `json:"memfd_bytes"`
+	ImageBytes        uint64          `json:"image_bytes"`
 }
 
 type mismatch struct {
@@ -143,6 +153,19 @@ type settleSample struct {
 	Quiet   bool    `json:"quiet"`
 }
 
+// batchSample says how busy the machine was while one system's sandboxes took
+// their steps, as fractions of all its processors.
+type batchSample struct {
+	System  string  `json:"system"`
+	Round   int     `json:"round"`
+	Seconds float64 `json:"seconds"`
+	Busy    float64 `json:"busy"`
+	// Own is this program, its runsc commands and its sandboxes.
+	Own float64 `json:"own"`
+	// Others is the rest. Guest processes that ended are in it in part.
+	Others float64 `json:"others"`
+}
+
 type teardownSample struct {
 	System          string `json:"system"`
 	AvailableBefore uint64 `json:"memavailable_before"`
@@ -190,6 +213,7 @@ func newDemoReport(c demoConfig) *demoReport {
 		Clones: c.clones, Rounds: c.rounds, Seed: c.seed, WaitSeconds: c.wait.Seconds(),
 		Runtime: c.runtime, Stock: c.stock, Definitions: demoDefinitions,
 		// Lists are never null in the JSON.
+		Versions:   make(map[string]string),
 		Mismatches: []mismatch{}, CheckProblems: []string{},
 	}
 }
@@ -244,6 +268,7 @@ func (r *demoReport) finish(elapsed time.Duration, err error) {
 	}
 
 	r.StepTimeRatio = sumRatio(r.Steps, func(s stepSample) float64 { return s.Seconds })
+	r.StepTimeRatioMedian = r.pairedMedian()
 	r.CPUTimeRatio = sumRatio(r.Steps, func(s stepSample) float64 { return s.CPUSeconds })
 	r.StateTimeRatio = sumRatio(r.States, func(s stepSample) float64 { return s.Seconds })
 	r.RestoreTimeRatio = ratio(sum(r.restoreSeconds(judgedName)), sum(r.restoreSeconds(stockName)))
@@ -262,6 +287,36 @@ func sumRatio(samples []stepSample, value func(stepSample) float64) float64 {
 		total[s.System] += value(s)
 	}
 	return ratio(total[judgedName], total[stockName])
+}
+
+// pairedMedian is the median, over all steps, of the time a step took under
+// agentzip over the time the same step of the same clone took under stock.
+func (r *demoReport) pairedMedian() float64 {
+	stock := make(map[outputKey]float64)
+	for _, s := range r.Steps {
+		if s.System == stockName {
+			stock[outputKey{s.Clone, s.Round, s.Step}] = s.Seconds
+		}
+	}
+	var ratios []float64
+	for _, s := range r.Steps {
+		if t := stock[outputKey{s.Clone, s.Round, s.Step}]; s.System == judgedName && t > 0 {
+			ratios = append(ratios, s.Seconds/t)
+		}
+	}
+	return quantile(ratios, 0.5)
+}
+
+// othersLoad is the share of the machine that other programs used on average
+// while a system's sandboxes took their steps.
+func (r *demoReport) othersLoad(system string) float64 {
+	var v []float64
+	for _, b := range r.Batches {
+		if b.System == system {
+			v = append(v, b.Others)
+		}
+	}
+	return mean(v)
 }
 
 type outputKey struct {
@@ -449,6 +504,9 @@ func (r *demoReport) print(w io.Writer) {
 		fmt.Fprintf(w, "%-11s%8d |%9.3f%9.3f |%9.3f%9.3f |%12s |  %d of %d\n", s.Step, s.Samples, s.StockMedian, s.StockP95, s.AgentzipMedian, s.AgentzipP95, x(s.Ratio), s.Equal, s.Samples)
 	}
 	fmt.Fprintf(w, "restore: stock %.2f s, agentzip %.2f s median\n", quantile(r.restoreSeconds(stockName), 0.5), quantile(r.restoreSeconds(judgedName), 0.5))
+	fmt.Fprintf(w, "median of az / stock over the same step of the same clone: %s; processor time of the stepping sandbox: %s\n", x(r.StepTimeRatioMedian), x(r.CPUTimeRatio))
+	stockLoad, judgedLoad := r.othersLoad(stockName), r.othersLoad(judgedName)
+	fmt.Fprintf(w, "other programs used %.0f%% of the machine during stock's steps and %.0f%% during agentzip's\n", 100*stockLoad, 100*judgedLoad)
 	unsettled := 0
 	for _, s := range r.Settles {
 		if !s.Quiet {
