@@ -21,24 +21,26 @@ VERSION ?= $(shell sed -n 's/.*gvisor\.dev\/gvisor \(v[^ ]*\).*/\1/p' go.mod)
 
 # -trimpath and CGO_ENABLED=0 are part of the build cache's key: whatever compiles
 # gVisor must agree on them, or it is compiled once more.
-STATIC   = CGO_ENABLED=0 $(GO)
-BUILD    = -p $(JOBS) -trimpath -buildvcs=false
-LDFLAGS  = -ldflags "-X gvisor.dev/gvisor/runsc/version.version=$(VERSION)"
-TEST     = -p $(JOBS) -count=1 -buildvcs=false
+STATIC    = CGO_ENABLED=0 $(GO)
+BUILD     = -p $(JOBS) -trimpath -buildvcs=false
+LDFLAGS   = -ldflags "-X gvisor.dev/gvisor/runsc/version.version=$(VERSION)"
+TEST      = -p $(JOBS) -count=1 -buildvcs=false
 # The packages that do not have gVisor in them, and all. Not ./...: out/ holds
 # whatever the demo puts there, root filesystems with Go sources included.
-PURE     = ./memfile/... ./pkg/...
-ALL      = $(PURE) ./runsc-agentzip/... ./test/... ./tools/...
-RUNTIME  = $(CURDIR)/bin/runsc-agentzip
-STOCK    = $(CURDIR)/bin/runsc-stock
+PURE      = ./memfile/... ./pkg/...
+ALL       = $(PURE) ./runsc-agentzip/... ./test/... ./tools/...
+RUNTIME   = $(CURDIR)/bin/runsc-agentzip
+STOCK     = $(CURDIR)/bin/runsc-stock
+# -require: a missing tool is a failure, not a skipped test.
+INTEGRITY = -runtime=$(RUNTIME) -stock=$(STOCK) -require
 
 INSTALL            = .ci/install-packages
 BUILD_PACKAGES     = ca-certificates git
 UNIT_PACKAGES      = gcc libc6-dev
 DOCKER_PACKAGES    = docker.io busybox-static
 BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
-INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3-testsuite gcc libc6-dev
-DEMO_PACKAGES      = python3 git
+INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc libc6-dev
+DEMO_PACKAGES      = debootstrap
 
 .DEFAULT_GOAL := build
 # Targets share the build cache, the machine's cores and dpkg's lock.
@@ -100,10 +102,10 @@ docker-test: build check-root ## Run containers through a real dockerd
 
 integrity-test: build stock check-root ## Run real programs under continuous eviction
 	@$(INSTALL) $(INTEGRITY_PACKAGES)
-	$(STATIC) test $(TEST) -trimpath -timeout 30m ./test/integrity -runtime=$(RUNTIME)
+	$(STATIC) test $(TEST) -trimpath -timeout 30m ./test/integrity $(INTEGRITY)
 
 test-long: test ## Also run the integrity tests that take long
-	$(STATIC) test $(TEST) -trimpath -timeout 3h ./test/integrity -runtime=$(RUNTIME) -long
+	$(STATIC) test $(TEST) -trimpath -timeout 3h ./test/integrity $(INTEGRITY) -long
 
 # --batch: no bazel server is left behind.
 bazel-test: vendor ## Run the unit tests through bazel

@@ -170,11 +170,12 @@ func generate(p pkg) string {
 	}
 
 	// The end-to-end tests start sandboxes: they need root, a runtime and the
-	// machine to themselves, so they run only when named.
+	// machine to themselves, so they run only when named. "external": their
+	// outcome depends on a binary that bazel does not see, so none is cached.
 	sandbox := strings.HasPrefix(p.path(), "test/")
 	var tags []string
 	if sandbox {
-		tags = []string{"exclusive", "manual", "sandbox"}
+		tags = []string{"exclusive", "external", "manual", "sandbox"}
 	} else if p.patched() {
 		tags = []string{"manual"}
 	}
@@ -196,8 +197,7 @@ func generate(p pkg) string {
 		rule(&b, "go_binary", name, attributes{deps: []string{":" + library}, patched: p.patched(), tags: tags})
 	}
 	if isTest {
-		deps := append(p.labels(slices.Concat(p.TestImports, p.XTestImports)...), ":"+library)
-		slices.Sort(deps)
+		deps := append([]string{":" + library}, p.labels(slices.Concat(p.TestImports, p.XTestImports)...)...)
 		rule(&b, "go_test", name+"_test", attributes{deps: deps, large: sandbox, tags: tags})
 	}
 	return b.String()
