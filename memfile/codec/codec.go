@@ -10,6 +10,9 @@
 //
 //	TagZero   no blob; every byte is zero
 //	TagFill   8 bytes; the page repeats this word
+//	TagTemplate   no blob; the page equals its base
+//	TagWordDelta  the words in which the page differs from its base
+//	TagZstdBase   as TagZstd, with the base page as prefix
 //	TagS2     an S2 block without its length prefix (the length is always 4096)
 //	TagZstd   the content of one zstd block; the frame header (7 bytes) and the
 //	          block header (3 bytes) are the same for every page of a given
@@ -106,17 +109,16 @@ const (
 	// TagZstd is the content of a compressed zstd block, without headers.
 	TagZstd Tag = 4
 
-	// Reserved, not implemented.
-
-	// TagTemplate is a page equal to the template's page.
+	// TagTemplate is a page equal to its base, without a blob.
 	TagTemplate Tag = 5
-	// TagPool is a page held by the host-wide pool.
+	// TagPool is a page held by the host-wide pool. Reserved, not implemented.
 	TagPool Tag = 6
 	// TagWordDelta is a list of differing words against a base page.
 	TagWordDelta Tag = 7
 	// TagZstdBase is zstd with a base page as prefix.
 	TagZstdBase Tag = 8
-	// TagCluster is a page inside a blob that holds several pages.
+	// TagCluster is a page inside a blob that holds several pages. Reserved,
+	// not implemented.
 	TagCluster Tag = 9
 )
 
@@ -211,6 +213,9 @@ func (r Reject) String() string {
 var (
 	// ErrCorrupt is wrapped by every error about the bytes of a blob.
 	ErrCorrupt = errors.New("codec: corrupt blob")
+	// ErrNoBase is wrapped by errors about a blob that needs a base page when
+	// none is given.
+	ErrNoBase = errors.New("codec: representation needs a base page")
 	// ErrUnsupported is wrapped by errors about reserved tags.
 	ErrUnsupported = errors.New("codec: representation not supported")
 	// ErrTag is wrapped by errors about tags that do not exist.

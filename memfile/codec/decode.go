@@ -11,19 +11,22 @@ import (
 // Decoder decodes blobs. It is not safe for concurrent use; it may be kept in
 // a sync.Pool.
 type Decoder struct {
-	z *zstd.Decoder
+	z     *zstd.Decoder
+	based *zstd.Decoder
+	// base is the dictionary of based, which holds it by reference.
+	base Page
 	// scratch holds a blob behind its restored headers. Working on a copy also
 	// keeps the decoders away from what lies behind the caller's blob.
-	scratch [len(zstdPrefix) + zstdBlockHeader + MaxEncoded]byte
+	scratch [len(zstdBasePrefix) + zstdBlockHeader + MaxEncoded]byte
 }
 
 // NewDecoder returns a Decoder. It costs little until a zstd blob is decoded.
 func NewDecoder() *Decoder { return new(Decoder) }
 
 // Decode restores a page into dst. base is the page the blob was encoded
-// against; no form uses it yet. On success every byte of dst was written. On
-// error the content of dst is undefined; the error wraps ErrCorrupt, ErrTag or
-// ErrUnsupported. Any bytes may be given: it does not panic, stays within blob
+// against; only TagTemplate, TagWordDelta and TagZstdBase use it. On success every byte of dst was written. On
+// error the content of dst is undefined; the error wraps ErrCorrupt, ErrNoBase,
+// ErrTag or ErrUnsupported. Any bytes may be given: it does not panic, stays within blob
 // and dst, and allocates at most what a decoder holds anyway.
 //
 // Success does not mean that the page is the one that was encoded: compare Sum.
@@ -52,7 +55,24 @@ func (d *Decoder) Decode(dst *Page, tag Tag, blob []byte, base *Page) error {
 			return d.s2(dst, blob)
 		}
 		return d.zstd(dst, blob)
-	case TagTemplate, TagPool, TagWordDelta, TagZstdBase, TagCluster:
+	case TagTemplate, TagWordDelta, TagZstdBase:
+		if base == nil {
+			return fmt.Errorf("%w: %v", ErrNoBase, tag)
+		}
+		switch {
+		case tag == TagTemplate && len(blob) != 0:
+			return fmt.Errorf("%w: template page with a blob of %d bytes", ErrCorrupt, len(blob))
+		case tag == TagTemplate:
+			*dst = *base
+		case len(blob) == 0 || len(blob) > MaxEncoded:
+			return fmt.Errorf("%w: %v blob of %d bytes", ErrCorrupt, tag, len(blob))
+		case tag == TagWordDelta && !unWordDelta(dst, blob, base):
+			return fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, tag, len(blob))
+		case tag == TagZstdBase:
+			return d.zstdBase(dst, blob, base)
+		}
+		return nil
+	case TagPool, TagCluster:
 		return fmt.Errorf("%w: %v", ErrUnsupported, tag)
 	}
 	return fmt.Errorf("%w: %d", ErrTag, uint8(tag))
@@ -71,13 +91,28 @@ func (d *Decoder) zstd(dst *Page, blob []byte) (err error) {
 	if d.z == nil {
 		d.z = newZstdDecoder()
 	}
-	n := copy(d.scratch[:], zstdPrefix)
+	out, err := d.z.DecodeAll(d.frame(zstdPrefix, blob), dst[:0])
+	return finish(dst, TagZstd, out, err)
+}
+
+func (d *Decoder) zstdBase(dst *Page, blob []byte, base *Page) (err error) {
+	defer d.recovered(TagZstdBase, &err)
+	if d.based == nil {
+		d.based = newZstdDecoder(zstd.WithDecoderDictRaw(1, d.base[:]))
+	}
+	d.base = *base
+	out, err := d.based.DecodeAll(d.frame(zstdBasePrefix, blob), dst[:0])
+	return finish(dst, TagZstdBase, out, err)
+}
+
+// frame puts headers before blob.
+func (d *Decoder) frame(prefix string, blob []byte) []byte {
+	n := copy(d.scratch[:], prefix)
 	header := uint32(len(blob))<<3 | zstdCompressed
 	d.scratch[n], d.scratch[n+1], d.scratch[n+2] = byte(header), byte(header>>8), byte(header>>16)
 	n += zstdBlockHeader
 	n += copy(d.scratch[n:], blob)
-	out, err := d.z.DecodeAll(d.scratch[:n], dst[:0])
-	return finish(dst, TagZstd, out, err)
+	return d.scratch[:n]
 }
 
 // recovered turns a panic of a library into an error. None is known; but what
@@ -85,7 +120,7 @@ func (d *Decoder) zstd(dst *Page, blob []byte) (err error) {
 // page and one that takes its Sentry down without a word.
 func (d *Decoder) recovered(tag Tag, err *error) {
 	if r := recover(); r != nil {
-		d.z = nil // its state is anybody's guess
+		d.z, d.based = nil, nil // their state is anybody's guess
 		*err = fmt.Errorf("%w: %v: decoder panicked: %v", ErrCorrupt, tag, r)
 	}
 }
@@ -104,14 +139,14 @@ func finish(dst *Page, tag Tag, out []byte, err error) error {
 	return nil
 }
 
-func newZstdDecoder() *zstd.Decoder {
-	z, err := zstd.NewReader(nil,
+func newZstdDecoder(opts ...zstd.DOption) *zstd.Decoder {
+	z, err := zstd.NewReader(nil, append(opts,
 		zstd.WithDecoderConcurrency(1),
 		zstd.WithDecoderLowmem(true),
 		zstd.WithDecoderMaxWindow(PageSize),
 		zstd.WithDecoderMaxMemory(PageSize),
 		zstd.WithDecodeAllCapLimit(true),
-	)
+	)...)
 	if err != nil {
 		panic("codec: zstd refused constant options: " + err.Error())
 	}

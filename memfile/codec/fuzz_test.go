@@ -21,7 +21,7 @@ func decodeAny(t *testing.T, d *Decoder, tag Tag, blob []byte) {
 		t.Fatalf("a used decoder says %v, a new one %v", errA, errB)
 	}
 	if errA != nil {
-		if !errors.Is(errA, ErrCorrupt) && !errors.Is(errA, ErrTag) && !errors.Is(errA, ErrUnsupported) {
+		if !errors.Is(errA, ErrCorrupt) && !errors.Is(errA, ErrTag) && !errors.Is(errA, ErrNoBase) && !errors.Is(errA, ErrUnsupported) {
 			t.Fatalf("untyped error: %v", errA)
 		}
 		return
