@@ -62,9 +62,9 @@ type Options struct {
 	// process covers /tmp with its own root and could not execute itself.
 	Binary string
 
-	// Root is runsc's private state directory (--root). It is created if
-	// missing, must not be in use by another Runtime and is removed by Close.
-	// Default: a fresh directory.
+	// Root is runsc's private state directory (--root). It must be missing or
+	// empty; Close removes it. A caller that may be killed chooses and records
+	// it, to Reclaim it later. Default: a fresh directory.
 	Root string
 
 	// Flags are extra global runsc flags. They come after DefaultFlags, so a
@@ -111,8 +111,8 @@ func New(o Options) (*Runtime, error) {
 		if root, err = filepath.Abs(root); err != nil {
 			return nil, fmt.Errorf("fleet: root: %w", err)
 		}
-		if err := os.MkdirAll(root, 0o711); err != nil {
-			return nil, fmt.Errorf("fleet: creating the root directory: %w", err)
+		if err := makeRoot(root); err != nil {
+			return nil, err
 		}
 	}
 	lock, err := lockRoot(root)
@@ -168,10 +168,8 @@ func checkBinary(path string) (string, error) {
 		}
 		return "", fmt.Errorf("fleet: runsc binary %s: %w", path, err)
 	}
-	for _, p := range []string{abs, real} {
-		if strings.HasPrefix(p, "/tmp/") {
-			return "", fmt.Errorf("fleet: runsc binary %s lies under /tmp, which the sandbox process covers with its own root, so it could not execute itself: copy it elsewhere, e.g. to /usr/local/bin", p)
-		}
+	if strings.HasPrefix(real, "/tmp/") {
+		return "", fmt.Errorf("fleet: runsc binary %s lies under /tmp, which the sandbox process covers with its own root, so it could not execute itself: copy it elsewhere, e.g. to /usr/local/bin", real)
 	}
 	fi, err := os.Stat(real)
 	if err != nil {
@@ -181,6 +179,30 @@ func checkBinary(path string) (string, error) {
 		return "", fmt.Errorf("fleet: %s is not an executable file (mode %v)", path, fi.Mode())
 	}
 	return real, nil
+}
+
+// makeRoot creates the root directory a caller chose, or makes sure that it
+// holds nothing: Close removes it.
+func makeRoot(root string) error {
+	if err := os.MkdirAll(root, 0o711); err != nil {
+		return fmt.Errorf("fleet: creating the root directory: %w", err)
+	}
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		return fmt.Errorf("fleet: root directory: %w", err)
+	}
+	if len(entries) == 0 {
+		return nil
+	}
+	if !slices.ContainsFunc(entries, func(e os.DirEntry) bool { return e.Name() == lockName }) {
+		return fmt.Errorf("fleet: root directory %s is not empty", root)
+	}
+	lock, err := lockRoot(root)
+	if err != nil {
+		return err
+	}
+	lock.Close()
+	return fmt.Errorf("fleet: root directory %s was left behind by a process that died: clean it up with Reclaim", root)
 }
 
 // defaultRootParent prefers /run, as runsc does: paths stay short, which
@@ -298,7 +320,9 @@ func (e *CommandError) Error() string {
 	if e.Stderr == "" {
 		return fmt.Sprintf("runsc %s: %v", e.Command, e.Err)
 	}
-	return fmt.Sprintf("runsc %s: %v: %s", e.Command, e.Err, e.Stderr)
+	// A usage error comes with a page of text that says nothing more.
+	msg, _, _ := strings.Cut(e.Stderr, "\nUsage:")
+	return fmt.Sprintf("runsc %s: %v: %s", e.Command, e.Err, strings.TrimSpace(msg))
 }
 
 func (e *CommandError) Unwrap() error { return e.Err }

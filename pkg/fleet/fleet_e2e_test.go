@@ -124,10 +124,25 @@ func TestEndToEnd(t *testing.T) {
 		}
 	}
 
-	if _, err := clones[0].Stats(ctx); err != nil && !errors.Is(err, ErrNoAgentzip) {
+	// The memory backend, where the binary has one.
+	if st, err := clones[0].Stats(ctx); errors.Is(err, ErrNoAgentzip) {
+		t.Logf("no agentzip commands in %s", binary)
+	} else if err != nil {
 		t.Errorf("Stats: %v", err)
 	} else {
-		t.Logf("Stats: %v", err)
+		if st.GuestBytes == 0 || st.OwnedBytes == 0 {
+			t.Errorf("stats are empty: %+v", st)
+		}
+		rep, err := clones[0].Evict(ctx)
+		if err != nil {
+			t.Errorf("Evict: %v", err)
+		}
+		chk, err := clones[0].Check(ctx)
+		if err != nil || len(chk.Problems) > 0 {
+			t.Errorf("Check: %+v, %v", chk, err)
+		}
+		t.Logf("evicted %+v, checked %+v", rep, chk)
+		request(clones[0], "after eviction", "3 after eviction")
 	}
 
 	// The guest's own exit code comes through.

@@ -55,7 +55,7 @@ type Sandbox struct {
 	stderr *tailBuffer
 
 	reqMu  sync.Mutex
-	desync bool // under reqMu: a reply was abandoned
+	desync bool // under reqMu: a request was abandoned half-way
 
 	exited   chan struct{} // closed when the attached runsc ended
 	exitCode int           // valid once exited is closed
@@ -302,11 +302,7 @@ func (s *Sandbox) Stderr() string { return s.stderr.String() }
 func (s *Sandbox) Request(ctx context.Context, line string) (string, error) {
 	s.reqMu.Lock()
 	defer s.reqMu.Unlock()
-	if s.desync {
-		return "", fmt.Errorf("fleet: sandbox %s: an earlier request was abandoned, so replies can no longer be matched", s.id)
-	}
 	if err := s.writeLine(ctx, line); err != nil {
-		s.desync = true
 		return "", err
 	}
 	reply, err := s.readLine(ctx)
@@ -323,7 +319,8 @@ func (s *Sandbox) WriteLine(ctx context.Context, line string) error {
 	return s.writeLine(ctx, line)
 }
 
-// ReadLine returns the next line of the guest's stdout, io.EOF after the last.
+// ReadLine returns the next line of the guest's stdout. After the last one it
+// fails with an error that wraps io.EOF.
 func (s *Sandbox) ReadLine(ctx context.Context) (string, error) {
 	s.reqMu.Lock()
 	defer s.reqMu.Unlock()
@@ -348,6 +345,9 @@ func (s *Sandbox) writeLine(ctx context.Context, line string) error {
 	if strings.ContainsRune(line, '\n') {
 		return fmt.Errorf("fleet: sandbox %s: a request must be one line", s.id)
 	}
+	if s.desync {
+		return fmt.Errorf("fleet: sandbox %s: an earlier request was abandoned, so replies can no longer be matched", s.id)
+	}
 	// The pipe may be full because the guest does not read.
 	stop := context.AfterFunc(ctx, func() { s.stdin.SetWriteDeadline(time.Now()) })
 	_, err := s.stdin.WriteString(line + "\n")
@@ -355,6 +355,7 @@ func (s *Sandbox) writeLine(ctx context.Context, line string) error {
 	if err == nil {
 		return nil
 	}
+	s.desync = true // part of the line may be on its way
 	if ctx.Err() != nil {
 		return fmt.Errorf("fleet: sandbox %s: sending a request: %w", s.id, ctx.Err())
 	}

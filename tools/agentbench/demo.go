@@ -144,13 +144,16 @@ func runDemo(ctx context.Context, args []string, stdout, stderr io.Writer) error
 	}
 	d := &demo{cfg: cfg, stderr: stderr, began: time.Now(), report: newDemoReport(cfg)}
 	err = d.run(ctx)
-	if cerr := d.cleanup(); cerr != nil {
-		err = errors.Join(err, fmt.Errorf("cleaning up: %w", cerr))
+	cerr := d.cleanup()
+	if cerr != nil {
+		cerr = fmt.Errorf("cleaning up: %w", cerr)
 	}
-	d.report.finish(time.Since(d.began), err)
 	if ctx.Err() != nil {
-		return ctx.Err() // half a measurement is none
+		// Half a measurement is none, and how it broke off does not matter.
+		return errors.Join(errInterrupted, cerr)
 	}
+	err = errors.Join(err, cerr)
+	d.report.finish(time.Since(d.began), err)
 	if len(d.report.Steps) > 0 {
 		if werr := d.report.write(cfg.json); werr != nil {
 			err = errors.Join(err, werr)
@@ -335,8 +338,9 @@ func (d *demo) makeTemplate(ctx context.Context, s *system, t *templateReport) (
 // Rough upper estimates for what one sandbox of this workload adds to its
 // template's memory: guest growth, and Sentry, gofer, stubs and client.
 const (
-	growthEstimate   = 200 << 20
-	overheadEstimate = 80 << 20
+	growthEstimate        = 60 << 20
+	growthPerStepEstimate = 16 << 20
+	overheadEstimate      = 60 << 20
 )
 
 // plan decides from the memory left which systems are alive together. The
@@ -346,7 +350,8 @@ func (d *demo) plan() ([][]*system, error) {
 	if err != nil {
 		return nil, err
 	}
-	together, err := planGroups(host.Available, d.report.Template.ImageBytes+growthEstimate+overheadEstimate, d.cfg.clones, d.cfg.interleave)
+	perSandbox := d.report.Template.ImageBytes + growthEstimate + uint64(d.cfg.rounds)*growthPerStepEstimate + overheadEstimate
+	together, err := planGroups(host.Available, perSandbox, d.cfg.clones, d.cfg.interleave)
 	if err != nil {
 		return nil, err
 	}

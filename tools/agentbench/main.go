@@ -23,6 +23,9 @@ var commands = []command{
 	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
 }
 
+// errInterrupted says that a signal ended the run.
+var errInterrupted = errors.New("interrupted; what it started has been ended and removed")
+
 // errUsage says that the usage text was printed already.
 var errUsage = errors.New("usage")
 
@@ -61,8 +64,8 @@ func mainCode(ctx context.Context, args []string, stdout, stderr io.Writer) int 
 			return 0
 		case errors.Is(err, errUsage):
 			return 2
-		case ctx.Err() != nil:
-			fmt.Fprintf(stderr, "agentbench %s: interrupted; everything it started is cleaned up\n", c.name)
+		case errors.Is(err, errInterrupted):
+			fmt.Fprintf(stderr, "agentbench %s: %v\n", c.name, err)
 			return 130
 		}
 		fmt.Fprintf(stderr, "agentbench %s: %v\n", c.name, err)

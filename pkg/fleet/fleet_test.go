@@ -1,0 +1,314 @@
+package fleet
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+)
+
+func TestCheckBinary(t *testing.T) {
+	// Not t.TempDir(), which is usually below /tmp.
+	dir, err := os.MkdirTemp("/var/tmp", "fleet-test-")
+	if err != nil {
+		t.Skip(err)
+	}
+	defer os.RemoveAll(dir)
+	good := filepath.Join(dir, "runsc")
+	plain := filepath.Join(dir, "plain")
+	link := filepath.Join(dir, "link")
+	for path, mode := range map[string]os.FileMode{good: 0o755, plain: 0o644} {
+		if err := os.WriteFile(path, nil, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink(good, link); err != nil {
+		t.Fatal(err)
+	}
+	tmp, err := os.MkdirTemp("/tmp", "fleet-test-")
+	if err != nil {
+		t.Skip(err)
+	}
+	defer os.RemoveAll(tmp)
+	inTmp := filepath.Join(tmp, "runsc")
+	if err := os.WriteFile(inTmp, nil, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	linkToTmp := filepath.Join(dir, "link-to-tmp")
+	if err := os.Symlink(inTmp, linkToTmp); err != nil {
+		t.Fatal(err)
+	}
+	linkFromTmp := filepath.Join(tmp, "link")
+	if err := os.Symlink(good, linkFromTmp); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct{ path, want, wantErr string }{
+		{good, good, ""},
+		{link, good, ""},
+		{linkFromTmp, good, ""},
+		{"", "", "no runsc binary given"},
+		{plain, "", "not an executable file"},
+		{dir, "", "not an executable file"},
+		{filepath.Join(dir, "missing"), "", "does not exist"},
+		{inTmp, "", "lies under /tmp"},
+		{linkToTmp, "", "lies under /tmp"},
+	} {
+		got, err := checkBinary(tc.path)
+		if tc.wantErr == "" {
+			if err != nil || got != tc.want {
+				t.Errorf("checkBinary(%q) = %q, %v, want %q", tc.path, got, err, tc.want)
+			}
+		} else if err == nil || !strings.Contains(err.Error(), tc.wantErr) {
+			t.Errorf("checkBinary(%q): error %v, want one with %q", tc.path, err, tc.wantErr)
+		}
+	}
+}
+
+func TestRootIsNotTakenFromOthers(t *testing.T) {
+	dir := t.TempDir()
+	occupied := filepath.Join(dir, "occupied")
+	if err := os.MkdirAll(filepath.Join(occupied, "precious"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := makeRoot(occupied); err == nil || !strings.Contains(err.Error(), "not empty") {
+		t.Errorf("makeRoot of a directory with files: %v", err)
+	}
+	if err := Reclaim(occupied); err == nil {
+		t.Error("Reclaim accepted a directory that is not a root")
+	}
+	if _, err := os.Stat(filepath.Join(occupied, "precious")); err != nil {
+		t.Error(err)
+	}
+
+	root := filepath.Join(dir, "root")
+	if err := makeRoot(root); err != nil {
+		t.Fatal(err)
+	}
+	lock, err := lockRoot(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := makeRoot(root); !errors.Is(err, ErrInUse) {
+		t.Errorf("makeRoot of a locked root: %v", err)
+	}
+	if err := Reclaim(root); !errors.Is(err, ErrInUse) {
+		t.Errorf("Reclaim of a locked root: %v", err)
+	}
+	lock.Close()
+	if err := makeRoot(root); err == nil || !strings.Contains(err.Error(), "Reclaim") {
+		t.Errorf("makeRoot of a dead root: %v", err)
+	}
+	if err := Reclaim(root); err != nil {
+		t.Errorf("Reclaim of a root in which nothing was started: %v", err)
+	}
+	if err := Reclaim(root); err != nil {
+		t.Errorf("Reclaim of a root that is gone: %v", err)
+	}
+}
+
+// TestReclaimSparesReusedIDs makes sure that a recorded process id that now
+// belongs to another process is left alone: here, this very process.
+func TestReclaimSparesReusedIDs(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "root")
+	if err := makeRoot(root); err != nil {
+		t.Fatal(err)
+	}
+	me := identify(os.Getpid())
+	if me.PID != os.Getpid() || me.Start == 0 {
+		t.Fatalf("identify(self) = %+v", me)
+	}
+	me.Start--
+	b, err := json.Marshal(record{Binary: "/nonexistent", Sandboxes: []sandboxRecord{{ID: "x", Processes: []processID{me, {}}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(root, recordName), b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := Reclaim(root); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(root); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("root remains: %v", err)
+	}
+}
+
+func TestParseMountsUnder(t *testing.T) {
+	const info = `22 1 254:0 / / rw - ext4 /dev/vda rw
+90 22 0:4 net:[4026532] /run/fleet-1/null-netns rw - nsfs nsfs rw
+91 22 0:4 net:[4026533] /run/fleet-12/null-netns rw - nsfs nsfs rw
+92 22 0:30 / /run/fleet-1/a\040b rw - tmpfs tmpfs rw
+short line
+`
+	got := parseMountsUnder(info, "/run/fleet-1")
+	want := []string{"/run/fleet-1/a b", "/run/fleet-1/null-netns"}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+func TestParseStat(t *testing.T) {
+	st, err := parseStat([]byte("4242 (a) b (c) S 17 4242 4242 0 -1 4194560 1 2 3 4 50 60 7 8 20 0 1 0 98765 1000 200"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (procStat{comm: "a) b (c", state: 'S', ppid: 17, start: 98765, ticks: 125}); st != want {
+		t.Errorf("got %+v, want %+v", st, want)
+	}
+	for _, bad := range []string{"", "1 (x", "1 (x) S 1 2 3", "1 (x) S y 4242 4242 0 -1 4194560 1 2 3 4 50 60 7 8 20 0 1 0 98765 1000 200"} {
+		if _, err := parseStat([]byte(bad)); err == nil {
+			t.Errorf("parseStat(%q) succeeded", bad)
+		}
+	}
+}
+
+func TestParseKB(t *testing.T) {
+	got := parseKB("Name:\trunsc\nRss:               12 kB\nPss_Anon: 3 kB\nThreads: 7\nBad: x kB\n")
+	if len(got) != 2 || got["Rss"] != 12<<10 || got["Pss_Anon"] != 3<<10 {
+		t.Errorf("got %v", got)
+	}
+}
+
+func TestMergeEnv(t *testing.T) {
+	got := mergeEnv([]string{"PATH=/bin", "HOME=/root"}, []string{"PATH=/x", "A=1"})
+	if want := []string{"HOME=/root", "PATH=/x", "A=1"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+func TestBundle(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{
+		Rootfs:      dir,
+		Args:        []string{"/bin/true"},
+		Annotations: map[string]string{"dev.agentzip.x": "y"},
+		Mounts:      []Mount{{Target: "/scratch"}, {Source: dir, Target: "/data", Options: []string{"ro"}}},
+		MemoryLimit: 1 << 30,
+	}
+	if err := WriteBundle(filepath.Join(dir, "bundle"), s); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(filepath.Join(dir, "bundle", "config.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got specs.Spec
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if got.Process.Cwd != "/" || got.Root.Path != dir || *got.Linux.Resources.Memory.Limit != 1<<30 || got.Annotations["dev.agentzip.x"] != "y" {
+		t.Errorf("got %s", b)
+	}
+	n := len(got.Mounts)
+	if m := got.Mounts[n-2]; m.Type != "tmpfs" || m.Source != "tmpfs" {
+		t.Errorf("scratch mount: %+v", m)
+	}
+	if m := got.Mounts[n-1]; m.Type != "bind" || m.Source != dir || !slices.Equal(m.Options, []string{"ro"}) {
+		t.Errorf("bind mount: %+v", m)
+	}
+
+	for name, tc := range map[string]struct {
+		change func(*Spec)
+		want   string
+	}{
+		"no root":        {func(s *Spec) { s.Rootfs = "" }, "no root filesystem"},
+		"missing root":   {func(s *Spec) { s.Rootfs = "/no/such/dir" }, "/no/such/dir"},
+		"no command":     {func(s *Spec) { s.Args = nil }, "no command"},
+		"relative cwd":   {func(s *Spec) { s.Cwd = "x" }, "not absolute"},
+		"relative mount": {func(s *Spec) { s.Mounts = []Mount{{Target: "x"}} }, "not absolute"},
+		"missing source": {func(s *Spec) { s.Mounts = []Mount{{Source: "/no/such", Target: "/x"}} }, "/no/such"},
+		"negative limit": {func(s *Spec) { s.MemoryLimit = -1 }, "negative"},
+	} {
+		bad := s
+		tc.change(&bad)
+		if err := WriteBundle(filepath.Join(dir, "bad"), bad); err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%s: error %v, want one with %q", name, err, tc.want)
+		}
+	}
+}
+
+// TestGuestDiff compares two memfds as it compares a clone with its template.
+func TestGuestDiff(t *testing.T) {
+	memfd := func(pages map[int64]byte) *os.File {
+		fd, err := unix.MemfdCreate("test", 0)
+		if err != nil {
+			t.Skip(err)
+		}
+		f := os.NewFile(uintptr(fd), "test")
+		t.Cleanup(func() { f.Close() })
+		if err := f.Truncate(64 * pageSize); err != nil {
+			t.Fatal(err)
+		}
+		for page, fill := range pages {
+			if _, err := f.WriteAt(bytes.Repeat([]byte{fill}, pageSize), page*pageSize); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return f
+	}
+	template := memfd(map[int64]byte{0: 1, 1: 2, 5: 3, 6: 0, 40: 4})
+	snap, err := os.Create(filepath.Join(t.TempDir(), "snap"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	exts, size, err := dataExtents(template)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &GuestSnapshot{f: snap, size: size, extents: exts}
+	defer g.Close()
+	if err := g.fill(template); err != nil {
+		t.Fatal(err)
+	}
+	if g.Bytes() != 5*pageSize {
+		t.Errorf("snapshot holds %d bytes, want 5 pages", g.Bytes())
+	}
+	// 0 and 40 unchanged, 1 changed, 5 dropped, 6 zero in both, 7 new, 30 new
+	// but zero.
+	d, err := g.diff(memfd(map[int64]byte{0: 1, 1: 9, 6: 0, 7: 7, 30: 0, 40: 4}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (GuestDiff{Committed: 6, Same: 3, Different: 2, Zero: 1}); d != want {
+		t.Errorf("got %+v, want %+v", d, want)
+	}
+}
+
+func TestUniqueAddressSpaces(t *testing.T) {
+	me, parent := os.Getpid(), os.Getppid()
+	if _, err := os.Stat("/proc/self/maps"); err != nil {
+		t.Skip(err)
+	}
+	if got := uniqueAddressSpaces([]int{me, parent, me}); !slices.Equal(got, []int{me, parent}) {
+		t.Errorf("got %v, want %v", got, []int{me, parent})
+	}
+}
+
+func TestTailBuffer(t *testing.T) {
+	b := tailBuffer{limit: 5}
+	for _, s := range []string{"abc", "def", "", "0123456789"} {
+		if n, err := b.Write([]byte(s)); n != len(s) || err != nil {
+			t.Fatalf("Write = %d, %v", n, err)
+		}
+	}
+	if got := b.String(); got != "56789" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestCommandErrorIsShort(t *testing.T) {
+	err := &CommandError{Command: "run", Err: errors.New("exit status 2"), Stderr: "flag provided but not defined: -x\nUsage: runsc <flags> <subcommand> <subcommand args>\nmany lines"}
+	if got, want := err.Error(), "runsc run: exit status 2: flag provided but not defined: -x"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	if !unknownCommand(err.Stderr) {
+		t.Error("usage text not recognised")
+	}
+}
