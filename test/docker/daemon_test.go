@@ -89,7 +89,10 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 		Path string   `json:"path"`
 		Args []string `json:"runtimeArgs"`
 	}
-	args := []string{"--network=none", "--platform=systrap"}
+	if err := os.Mkdir(d.path("runsc-logs"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	args := []string{"--network=none", "--platform=systrap", "--debug-log=" + d.path("runsc-logs") + "/"}
 	runtimes := map[string]runtimeEntry{runtimeName: {d.runtime, args}}
 	if d.patched {
 		runtimes[runtimeOffName] = runtimeEntry{d.runtime, append(slices.Clone(args), "--agentzip=off")}
@@ -201,6 +204,12 @@ func (d *daemon) stop(t *testing.T) {
 	if t.Failed() {
 		for _, p := range d.procs {
 			t.Logf("end of %s's log:\n%s", p.name, tail(d.logFile(p.name)))
+		}
+		logs, _ := filepath.Glob(d.path("runsc-logs/*"))
+		for _, log := range logs {
+			if text := sentryFailure(log); text != "" {
+				t.Logf("%s:\n%s", filepath.Base(log), text)
+			}
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -374,12 +383,37 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// tail returns the last lines of a file, for a failure's message.
+// tail returns the last lines of a daemon's log, for a failure's message, but
+// for what it says on an ordinary day.
 func tail(path string) string {
 	content, err := os.ReadFile(path)
 	if err != nil {
 		return err.Error()
 	}
-	lines := strings.Split(strings.TrimSpace(string(content)), "\n")
-	return strings.Join(lines[max(0, len(lines)-25):], "\n")
+	var lines []string
+	for line := range strings.Lines(string(content)) {
+		if !strings.Contains(line, " level=info ") {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines[max(0, len(lines)-25):], "")
+}
+
+// sentryFailure returns what one of runsc's logs says of a Sentry's or a
+// command's end, if that was not in order.
+func sentryFailure(path string) string {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return err.Error()
+	}
+	// A panic or fatal error of Go's at the start of a line, or runsc's own
+	// FATAL ERROR; the stacks that follow are long.
+	lines := strings.Split(string(content), "\n")
+	i := slices.IndexFunc(lines, func(line string) bool {
+		return strings.HasPrefix(line, "panic: ") || strings.HasPrefix(line, "fatal error: ") || strings.Contains(line, "FATAL ERROR: ")
+	})
+	if i < 0 {
+		return ""
+	}
+	return strings.Join(lines[i:min(len(lines), i+40)], "\n")
 }

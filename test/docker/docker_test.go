@@ -266,7 +266,7 @@ func testRunArgsOff(t *testing.T, d *daemon) {
 func testAnnotation(t *testing.T, d *daemon, rootfs string) {
 	// A stock runsc ignores annotations that it does not know; the patched
 	// one must refuse a wrong value by name.
-	const annotation = "dev.agentzip.agentzip"
+	const annotation = "dev.agentzip.mode"
 	check := func(t *testing.T, run func(value string) (string, error)) {
 		t.Helper()
 		if got, err := run("off"); err != nil || strings.TrimSpace(got) != "annotated" {
