@@ -120,9 +120,10 @@ type Backend struct {
 	sections sections
 	waiters  waiters
 
-	// restorers holds the decoders that are not in use. A restore takes one,
-	// makes one if it took nil, and puts it back.
-	restorers chan *restorer
+	// restorers has what restores work with. The garbage collector takes what
+	// a burst of them leaves behind. restoring bounds how many are in use.
+	restorers sync.Pool
+	restoring chan struct{}
 
 	// passMu is held by an eviction, a deepening, a check and while a save
 	// begins.
@@ -136,6 +137,13 @@ type Backend struct {
 	closed atomic.Bool
 
 	encoders sync.Pool
+
+	// template and extents say which pages of the file are, or were when the
+	// file was loaded, equal to which pages of a template. They are set while
+	// the file is loaded and immutable afterwards.
+	template    Template
+	mapTemplate bool
+	extents     atomic.Pointer[[]extent]
 
 	stats counters
 }
@@ -156,20 +164,18 @@ func New(host Host, opts Options) (*Backend, error) {
 		host:      host,
 		opts:      opts,
 		store:     store,
-		restorers: make(chan *restorer, opts.Restorers),
+		restoring: make(chan struct{}, opts.Restorers),
 	}
+	b.restorers.New = func() any { return new(restorer) }
 	b.encoders.New = func() any { return newEncoder() }
 	b.waiters.init()
-	for range opts.Restorers {
-		b.restorers <- nil
-	}
 	return b, nil
 }
 
 // Extend tells the Backend that the file now has size bytes. It must precede
 // any access to the new pages.
 func (b *Backend) Extend(size uint64) error {
-	return b.table.extend(size >> pageShift)
+	return b.table.extend((size + PageSize - 1) >> pageShift)
 }
 
 // NonResident is the counter that must be zero for Gate to be skipped.
@@ -184,13 +190,18 @@ func (b *Backend) EnterSection() uint32 { return b.sections.enter() }
 // ExitSection closes the bracket that EnterSection returned the token of.
 func (b *Backend) ExitSection(token uint32) { b.sections.exit(token) }
 
-// Close frees the store and the page table. Nothing may use the Backend
-// afterwards, except Stats, Evict, Deepen and Check, which return zeroes or
-// ErrClosed.
+// Close frees the store and the page table. Afterwards Drop has no effect, Stats
+// returns zeroes, Evict, Deepen, Check and BeginSave fail with ErrClosed, and
+// nothing else may be used. It waits for a running pass to end and must not be
+// called with a lock held that Host needs: the pass may be waiting for it.
 func (b *Backend) Close() {
 	b.closed.Store(true)
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
+	// A Drop that did not see closed is waited for.
+	for _, quiet := b.frees.begin(); !quiet; _, quiet = b.frees.begin() {
+		time.Sleep(100 * time.Microsecond)
+	}
 	_ = b.store.Close()
 	b.table.close()
 }
@@ -215,6 +226,7 @@ func (b *Backend) Gate(start, end uint64) error {
 
 // gateSlow is Gate for pages [p, last); restored pages are added to cause.
 func (b *Backend) gateSlow(p, last uint64, cause *atomic.Uint64) error {
+	var pt patience
 	for p < last {
 		at := b.table.at(p)
 		switch w := atomic.LoadUint64(at); w & stateMask {
@@ -234,15 +246,23 @@ func (b *Backend) gateSlow(p, last uint64, cause *atomic.Uint64) error {
 			b.waiters.wait(p, at)
 		case evicted:
 			n, err := b.restoreRun(p, last, cause)
-			if err != nil {
+			p += n
+			if err == nil {
+				pt = patience{}
+			} else if err := pt.wait(b, err); err != nil {
 				return err
 			}
-			p += n
 		default:
-			b.host.Fatal(fmt.Sprintf("page table corrupted: page %#x has word %#x", p<<pageShift, w))
+			b.badWord(p, w)
 		}
 	}
 	return nil
+}
+
+// badWord ends the sandbox: nobody knows what became of the page.
+func (b *Backend) badWord(page uint64, w word) {
+	b.host.Fatal(fmt.Sprintf("page table corrupted: the page at memory file offset %#x has word %#x", page<<pageShift, w))
+	panic("memfile: Host.Fatal returned")
 }
 
 // Drop forgets the content of the pages in [start, end), which the caller is
@@ -253,6 +273,9 @@ func (b *Backend) Drop(start, end uint64) {
 	}
 	b.frees.open()
 	defer b.frees.close()
+	if b.closed.Load() {
+		return
+	}
 	p, last := pagesOf(start, end)
 	for p < last {
 		at := b.table.at(p)
@@ -266,6 +289,7 @@ func (b *Backend) Drop(start, end uint64) {
 				p++
 				continue
 			}
+			// Pinned or tmapped: a page that is freed is neither.
 		}
 		if !atomic.CompareAndSwapUint64(at, w, resident) {
 			continue
@@ -324,14 +348,7 @@ const windowMax = 2048
 // neighbours that are resident, which cost nothing. It stops at candidates:
 // mapping one would end its eviction without anybody having touched it.
 func (b *Backend) Window(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
-	unit := b.mapUnit()
-	start := max(needStart&^(unit-1), limStart)
-	end := limEnd
-	if e := (needEnd + unit - 1) &^ (unit - 1); e > needEnd && e < limEnd {
-		end = e
-	} else if e == needEnd {
-		end = needEnd
-	}
+	start, end := b.Unit(needStart, needEnd, limStart, limEnd)
 	p, lo := start>>pageShift, limStart>>pageShift
 	for n := 0; p > lo && n < windowMax && atomic.LoadUint64(b.table.at(p-1))&stateMask == resident; n++ {
 		p--
@@ -341,6 +358,17 @@ func (b *Backend) Window(needStart, needEnd, limStart, limEnd uint64) (uint64, u
 		q++
 	}
 	return p << pageShift, q << pageShift
+}
+
+// Unit returns the map unit around the bytes [needStart, needEnd), limited to
+// [limStart, limEnd).
+func (b *Backend) Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
+	unit := b.mapUnit()
+	start, end := max(needStart&^(unit-1), limStart), limEnd
+	if e := (needEnd + unit - 1) &^ (unit - 1); e >= needEnd && e < limEnd {
+		end = e
+	}
+	return start, end
 }
 
 // mapUnit is the configured unit, doubled while a process that touched every

@@ -37,17 +37,29 @@ func (e *errCorrupt) Error() string {
 
 // load decodes the page that w, the word of an evicted page, refers to, and
 // verifies it.
-func (b *Backend) load(dec *codec.Decoder, dst *codec.Page, page uint64, w word) error {
+func (b *Backend) load(r *restorer, dst *codec.Page, page uint64, w word) error {
 	tag, h := tagOf(w), handleOf(w)
-	if tag == codec.TagZero {
+	var base *codec.Page
+	switch tag {
+	case codec.TagZero:
 		clear(dst[:])
 		return nil
+	case codec.TagTemplate:
+		if err := b.readTemplate(dst[:], page); err != nil {
+			return &errCorrupt{page, tag, err.Error()}
+		}
+		return nil
+	case codec.TagWordDelta, codec.TagZstdBase:
+		base = &r.base
+		if err := b.readTemplate(base[:], page); err != nil {
+			return &errCorrupt{page, tag, err.Error()}
+		}
 	}
 	sum, blob, err := b.blob(page, tag, h)
 	if err != nil {
 		return err
 	}
-	if err := dec.Decode(dst, tag, blob, nil); err != nil {
+	if err := r.dec.Decode(dst, tag, blob, base); err != nil {
 		return &errCorrupt{page, tag, err.Error()}
 	}
 	if got := codec.Sum(dst); got != sum {

@@ -27,10 +27,11 @@
 // Transitions, all by compare-and-swap on the word:
 //
 //	resident -> candidate             Evict, under the allocator's lock
-//	candidate, raw -> resident        Gate, Drop, unmark
+//	candidate -> resident             Gate, Drop, unmark
+//	raw -> resident                   Gate, Drop
 //	candidate -> committing           Evict
 //	candidate -> raw                  Evict
-//	committing -> evicted, resident   Evict (resident if freeing failed)
+//	committing -> evicted, candidate  Evict (candidate if freeing failed)
 //	evicted -> busy                   Gate, BeginSave, Deepen, Check
 //	busy -> resident, evicted         the same
 //	evicted -> resident               Drop, without restoring

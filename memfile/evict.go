@@ -1,6 +1,7 @@
 package memfile
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"sync"
@@ -18,6 +19,7 @@ const batchPages = 16
 type encoder struct {
 	enc  *codec.Encoder
 	in   [batchPages * PageSize]byte
+	base [batchPages * PageSize]byte
 	out  [codec.MaxEncoded]byte
 	word [batchPages]word
 }
@@ -42,8 +44,10 @@ type EvictOptions struct {
 // EvictResult counts the pages of one eviction.
 type EvictResult struct {
 	Marked, Evicted, Aborted, Rejected uint64
-	// Skipped pages were marked and could not be evicted because their memory
-	// is locked by the application or the eviction ended early.
+	// Locked pages are kept in memory by the application.
+	Locked uint64
+	// Skipped pages were still marked when the eviction was over: it ended
+	// early, or the store had no room for them.
 	Skipped uint64
 	Elapsed time.Duration
 }
@@ -64,7 +68,7 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	marked, n, err := b.mark()
 	res.Marked = n
 	if err == nil && n != 0 {
-		err = b.endAccess(marked, stop)
+		err = b.endAccess(marked, stop, &res)
 		if err == nil && opts.Settle > 0 {
 			err = b.settle(opts.Settle, stop)
 		}
@@ -80,9 +84,6 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	if n != 0 {
 		b.stats.evictNS.add(res.Elapsed)
 	}
-	if err == nil {
-		err = b.passError(stop)
-	}
 	return res, err
 }
 
@@ -93,16 +94,19 @@ func (b *Backend) stopFunc(stop func() bool) func() bool {
 	}
 }
 
+// passError returns the reason to end if stop, a stopFunc, says that there is
+// one.
 func (b *Backend) passError(stop func() bool) error {
+	if !stop() {
+		return nil
+	}
 	switch {
 	case b.closed.Load():
 		return ErrClosed
 	case b.inhibit.Load() != 0:
 		return ErrInhibited
-	case stop():
-		return ErrStopped
 	}
-	return nil
+	return ErrStopped
 }
 
 // mark makes candidates of the resident pages that may be evicted and returns
@@ -153,7 +157,9 @@ func (b *Backend) mark() (marked []Range, n uint64, err error) {
 			skipped := int64(0)
 			for p := first; p < last; p++ {
 				b.table.use(p)
-				if !atomic.CompareAndSwapUint64(b.table.at(p), resident, candidate) {
+				at := b.table.at(p)
+				w := atomic.LoadUint64(at)
+				if w&^tmapped != resident || !atomic.CompareAndSwapUint64(at, w, candidate|w&tmapped) {
 					skipped++
 					continue
 				}
@@ -177,7 +183,8 @@ func appendRange(rs []Range, start, end uint64) []Range {
 // unmark makes the candidates in r resident and returns how many there were.
 func (b *Backend) unmark(r Range) (n uint64) {
 	for p, last := pagesOf(r.Start, r.End); p < last; p++ {
-		if atomic.CompareAndSwapUint64(b.table.at(p), candidate, resident) {
+		at := b.table.at(p)
+		if w := atomic.LoadUint64(at); w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, w&^stateMask) {
 			n++
 		}
 	}
@@ -187,20 +194,25 @@ func (b *Backend) unmark(r Range) (n uint64) {
 
 // endAccess returns once no access that began before the call can reach the
 // marked pages.
-func (b *Backend) endAccess(marked []Range, stop func() bool) error {
+func (b *Backend) endAccess(marked []Range, stop func() bool, res *EvictResult) error {
 	deadline := time.Now().Add(b.opts.AccessTimeout)
 	unmark := func(r Range) {
-		b.stats.rejects[rejectLocked].Add(b.unmark(r))
+		n := b.unmark(r)
+		res.Locked += n
+		b.stats.rejects[rejectLocked].Add(n)
 	}
-	if err := b.host.EndAccess(marked, unmark, deadline, stop); err != nil {
-		b.stats.busyPasses.Add(1)
-		return fmt.Errorf("waiting for accesses to end: %w", err)
+	err := b.host.EndAccess(marked, unmark, deadline, stop)
+	if err == nil && !b.sections.wait(deadline, stop) {
+		err = errors.New("a file operation takes too long")
 	}
-	if !b.sections.wait(deadline, stop) {
-		b.stats.busyPasses.Add(1)
-		return errors.New("waiting for accesses to end: a file operation takes too long")
+	if err == nil {
+		return nil
 	}
-	return nil
+	if err := b.passError(stop); err != nil {
+		return err
+	}
+	b.stats.busyPasses.Add(1)
+	return fmt.Errorf("waiting for accesses to end: %w", err)
 }
 
 func (b *Backend) settle(d time.Duration, stop func() bool) error {
@@ -210,8 +222,8 @@ func (b *Backend) settle(d time.Duration, stop func() bool) error {
 		if left <= 0 {
 			return nil
 		}
-		if stop() {
-			return ErrStopped
+		if err := b.passError(stop); err != nil {
+			return err
 		}
 		time.Sleep(min(left, step))
 	}
@@ -233,8 +245,7 @@ func (b *Backend) writeOut(marked []Range, tier codec.Tier, stop func() bool, re
 		if failure != nil || next == len(marked) {
 			return Range{}, false
 		}
-		if stop() {
-			failure = ErrStopped
+		if failure = b.passError(stop); failure != nil {
 			return Range{}, false
 		}
 		r.Start = max(marked[next].Start, off)
@@ -284,16 +295,26 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		return 0, 0, fmt.Errorf("reading %d bytes at memory file offset %#x: %w", len(in), r.Start, err)
 	}
 
+	haveBase := b.readBases(e.base[:len(in)], first)
+
 	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
 	// or 0.
 	for i := range n {
 		e.word[i] = 0
 		at := b.table.at(first + uint64(i))
-		if atomic.LoadUint64(at) != candidate {
+		if atomic.LoadUint64(at)&stateMask != candidate {
 			continue
 		}
 		page := (*codec.Page)(in[i*PageSize:])
-		tag, size, why := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: tier})
+		input := codec.Input{Page: page, Tier: tier}
+		if haveBase>>i&1 != 0 {
+			input.Base = (*codec.Page)(e.base[i*PageSize:])
+			if *page == *input.Base {
+				e.word[i] = evictedWord(codec.TagTemplate, 0)
+				continue
+			}
+		}
+		tag, size, why := e.enc.Encode(e.out[:], input)
 		if tag == codec.TagInvalid {
 			b.stats.rejects[rejectCodec+int(why)].Add(1)
 			rejected += b.rejectPage(at)
@@ -305,31 +326,36 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		}
 		h, err := b.put(codec.Sum(page), first+uint64(i), tag, e.out[:size])
 		if err != nil {
+			// Not raw: the next eviction may find room.
 			b.stats.rejects[rejectStore].Add(1)
-			rejected += b.rejectPage(at)
 			continue
 		}
 		e.word[i] = evictedWord(tag, h)
+		if tier == codec.TierDeep {
+			e.word[i] |= deep
+		}
 	}
 
 	// Commit runs of pages that are still candidates.
 	for i := 0; i < n; {
-		if e.word[i] == 0 || !atomic.CompareAndSwapUint64(b.table.at(first+uint64(i)), candidate, committing) {
+		if e.word[i] == 0 || !b.commit(first+uint64(i)) {
 			b.discard(e.word[i])
 			i++
 			continue
 		}
 		j := i + 1
-		for j < n && e.word[j] != 0 && atomic.CompareAndSwapUint64(b.table.at(first+uint64(j)), candidate, committing) {
+		for j < n && e.word[j] != 0 && b.commit(first+uint64(j)) {
 			j++
 		}
 		lo, hi := first+uint64(i), first+uint64(j)
 		perr := b.host.Punch(Range{lo << pageShift, hi << pageShift})
+		// If it failed, some of the pages may be gone all the same. What is
+		// stored is certainly right.
+		intact := perr != nil && b.isIntact(in[i*PageSize:j*PageSize], lo<<pageShift)
 		for k := i; k < j; k++ {
 			at := b.table.at(first + uint64(k))
-			if perr != nil {
-				atomic.StoreUint64(at, resident)
-				b.nonResident.Add(-1)
+			if intact {
+				atomic.StoreUint64(at, candidate)
 				b.discard(e.word[k])
 				continue
 			}
@@ -343,6 +369,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			for k := j; k < n; k++ {
 				b.discard(e.word[k])
 			}
+			b.stats.evictedTotal.Add(done)
 			return done, rejected, fmt.Errorf("freeing memory file offsets %#x-%#x: %w", lo<<pageShift, hi<<pageShift, perr)
 		}
 		i = j
@@ -351,11 +378,20 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 	return done, rejected, nil
 }
 
+// commit makes a candidate committing. Whatever an application had mapped of
+// the page was unmapped by EndAccess, so the page is no longer tmapped.
+func (b *Backend) commit(page uint64) bool {
+	at := b.table.at(page)
+	w := atomic.LoadUint64(at)
+	return w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, committing)
+}
+
 // rejectPage makes a candidate raw. It returns 1 if it did, 0 if the page was
 // touched meanwhile.
 func (b *Backend) rejectPage(at *word) uint64 {
 	b.stats.raw.Add(1)
-	if !atomic.CompareAndSwapUint64(at, candidate, raw) {
+	w := atomic.LoadUint64(at)
+	if w&stateMask != candidate || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|raw) {
 		b.stats.raw.Add(-1)
 		return 0
 	}
@@ -383,8 +419,8 @@ func (b *Backend) discard(w word) {
 	}
 }
 
-// Deepen replaces fast forms by deep ones where that makes them at least a
-// tenth smaller. It returns how many it replaced.
+// Deepen stores pages that are not in the smallest form yet again, where that
+// makes them at least a twentieth smaller. It returns how many it replaced.
 func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
@@ -392,19 +428,17 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	if err := b.passError(stop); err != nil {
 		return 0, err
 	}
-	if b.stats.form(codec.TagS2).Load() == 0 {
-		return 0, nil
-	}
 	e := b.encoders.Get().(*encoder)
 	defer b.encoders.Put(e)
-	r := b.acquireRestorer()
-	defer func() { b.restorers <- r }()
+	// Not acquireRestorer: accesses should not have one less meanwhile.
+	r := b.restorers.Get().(*restorer)
+	defer b.restorers.Put(r)
 	page := (*codec.Page)(r.buf[:PageSize])
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
 			at := b.table.at(p)
 			w := atomic.LoadUint64(at)
-			if w&stateMask != evicted || tagOf(w) != codec.TagS2 {
+			if w&stateMask != evicted || w&deep != 0 || handleOf(w) == 0 {
 				continue
 			}
 			if stop() {
@@ -420,7 +454,7 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 				b.forget(w)
 				replaced++
 			} else {
-				atomic.StoreUint64(at, w)
+				atomic.StoreUint64(at, w|deep)
 				b.waiters.wake(p, p+1)
 			}
 		}
@@ -432,15 +466,19 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 // deepenPage stores a busy page again, in a smaller form, and returns the word
 // for it, or w if there is no form that is much smaller.
 func (b *Backend) deepenPage(e *encoder, r *restorer, page *codec.Page, p uint64, w word) word {
-	if err := b.load(&r.dec, page, p, w); err != nil {
+	if err := b.load(r, page, p, w); err != nil {
 		b.corrupt(err)
 	}
 	_, old, err := b.blob(p, tagOf(w), handleOf(w))
 	if err != nil {
 		b.corrupt(err)
 	}
-	tag, size, _ := e.enc.Encode(e.out[:], codec.Input{Page: page, Tier: codec.TierDeep})
-	if tag == codec.TagInvalid || tag == codec.TagZero || size > len(old)*9/10 {
+	input := codec.Input{Page: page, Tier: codec.TierDeep}
+	if b.readBases(e.base[:PageSize], p) != 0 {
+		input.Base = (*codec.Page)(e.base[:])
+	}
+	tag, size, _ := e.enc.Encode(e.out[:], input)
+	if tag == codec.TagInvalid || size == 0 || size > len(old)*19/20 {
 		return w
 	}
 	h, err := b.put(codec.Sum(page), p, tag, e.out[:size])
@@ -448,7 +486,7 @@ func (b *Backend) deepenPage(e *encoder, r *restorer, page *codec.Page, p uint64
 		return w
 	}
 	b.stats.form(tag).Add(1)
-	return evictedWord(tag, h)
+	return evictedWord(tag, h) | deep
 }
 
 // CheckResult is what Check found.
@@ -478,7 +516,8 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 			res.Problems = append(res.Problems, fmt.Sprintf(format, args...))
 		}
 	}
-	r := b.acquireRestorer()
+	var err error
+	r := b.restorers.Get().(*restorer)
 	page := (*codec.Page)(r.buf[:PageSize])
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
@@ -492,16 +531,17 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 				continue
 			}
 			res.Stored++
-			if err := b.load(&r.dec, page, p, w); err != nil {
+			if err := b.load(r, page, p, w); err != nil {
 				problem("%v", err)
 			}
 			atomic.StoreUint64(at, w)
 			b.waiters.wake(p, p+1)
 		}
-		return !stop()
+		err = b.passError(stop)
+		return err == nil
 	})
-	b.restorers <- r
-	if err := b.passError(stop); err != nil {
+	b.restorers.Put(r)
+	if err != nil {
 		return res, err
 	}
 	// The page table and the store do not change together: a blob freed during
@@ -510,7 +550,6 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	for try := 0; ; try++ {
 		gen, quiet := b.frees.begin()
 		var stored int64
-		var err error
 		if quiet {
 			err = b.store.Check(func(yield func(arena.Handle, int) bool) {
 				b.table.visit(func(first, end uint64) bool {
@@ -531,13 +570,16 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 				})
 			})
 		}
-		counted := int64(b.stats.evictedPages())
+		counted, gated := int64(b.stats.evictedPages()), b.nonResident.Load()
 		if quiet && b.frees.undisturbed(gen) {
 			if err != nil {
 				problem("%v", err)
 			}
 			if counted != stored {
 				problem("%d pages are evicted, counted %d", stored, counted)
+			}
+			if gated < stored {
+				problem("%d pages are evicted, only %d are gated", stored, gated)
 			}
 			return res, nil
 		}

@@ -19,25 +19,30 @@ const restoreMax = 16
 // A restorer is what one restore works with.
 type restorer struct {
 	dec   codec.Decoder
+	base  codec.Page
 	buf   [restoreMax * PageSize]byte
 	words [restoreMax]word
 }
 
+// acquireRestorer waits until it may hand out a restorer.
 func (b *Backend) acquireRestorer() *restorer {
-	r := <-b.restorers
-	if r == nil {
-		r = new(restorer)
-	}
-	return r
+	b.restoring <- struct{}{}
+	return b.restorers.Get().(*restorer)
+}
+
+func (b *Backend) releaseRestorer(r *restorer) {
+	b.restorers.Put(r)
+	<-b.restoring
 }
 
 // restoreRun restores evicted pages from page first on, up to last or the
 // first page in another state, at most restoreMax. It returns how many it
-// restored, which is 0 if it lost a race for the first page.
+// restored, which is 0 if it lost a race for the first page. It tries once: a
+// page may not stay busy while somebody waits for the host to have memory.
 func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, error) {
 	start := time.Now()
 	r := b.acquireRestorer()
-	defer func() { b.restorers <- r }()
+	defer b.releaseRestorer(r)
 
 	// Claim.
 	n := uint64(0)
@@ -51,16 +56,25 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 	}
 
 	// Decode, and write what is not zero in runs.
-	runStart := uint64(0)
+	runStart, loaded := uint64(0), uint64(0)
 	for i := uint64(0); i <= n; i++ {
 		if i < n && tagOf(r.words[i]) != codec.TagZero {
-			if err := b.load(&r.dec, (*codec.Page)(r.buf[i*PageSize:]), first+i, r.words[i]); err != nil {
+			if i < loaded {
+				continue
+			}
+			k := b.templateRun(first+i, r.words[i:n])
+			if k > 1 {
+				if err := b.readTemplate(r.buf[i*PageSize:(i+k)*PageSize], first+i); err != nil {
+					b.corrupt(&errCorrupt{first + i, codec.TagTemplate, err.Error()})
+				}
+				loaded = i + k
+			} else if err := b.load(r, (*codec.Page)(r.buf[i*PageSize:]), first+i, r.words[i]); err != nil {
 				b.corrupt(err)
 			}
 			continue
 		}
 		if i > runStart {
-			if err := b.write(r.buf[runStart*PageSize:i*PageSize], (first+runStart)<<pageShift); err != nil {
+			if err := b.host.WriteAt(r.buf[runStart*PageSize:i*PageSize], (first+runStart)<<pageShift); err != nil {
 				// What has been written is as good as what is stored; pages
 				// in the file and in the store both would only count double.
 				for j := range n {
@@ -71,7 +85,8 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 					}
 				}
 				b.waiters.wake(first, first+n)
-				return runStart, err
+				cause.Add(runStart)
+				return runStart, fmt.Errorf("writing %d restored bytes at memory file offset %#x: %w", (i-runStart)*PageSize, (first+runStart)<<pageShift, err)
 			}
 		}
 		runStart = i + 1
@@ -94,29 +109,38 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 func (b *Backend) finish(page uint64, w word) {
 	b.frees.open()
 	defer b.frees.close()
-	atomic.StoreUint64(b.table.at(page), resident)
+	atomic.StoreUint64(b.table.at(page), resident|w&tmapped)
 	b.nonResident.Add(-1)
 	b.stats.restored.Add(1)
 	b.forget(w)
 }
 
-// write is Host.WriteAt, trying again for as long as the host has no memory.
-func (b *Backend) write(p []byte, off uint64) error {
-	deadline := time.Now().Add(b.opts.NoMemoryTimeout)
-	for pause := time.Millisecond; ; pause = min(2*pause, 250*time.Millisecond) {
-		err := b.host.WriteAt(p, off)
-		if err == nil {
-			return nil
-		}
-		if !errors.Is(err, unix.ENOMEM) && !errors.Is(err, unix.ENOSPC) {
-			return fmt.Errorf("writing %d restored bytes at memory file offset %#x: %w", len(p), off, err)
-		}
-		b.stats.noMemory.Add(1)
-		if time.Now().After(deadline) {
-			return fmt.Errorf("no host memory for %d bytes at memory file offset %#x after %v: %w; raise the memory limit of the sandbox or run fewer of them", len(p), off, b.opts.NoMemoryTimeout, err)
-		}
-		time.Sleep(pause)
+// A patience decides for how long a gate whose restores fail tries again. The
+// zero value is ready for use.
+type patience struct {
+	deadline time.Time
+	pause    time.Duration
+}
+
+// wait returns nil after a pause if a restore that failed with err should be
+// tried again, or the error that the gate fails with. In the meantime the pages
+// are evicted: whoever wants to drop them, and so to give the host memory, need
+// not wait.
+func (pt *patience) wait(b *Backend, err error) error {
+	if !errors.Is(err, unix.ENOMEM) && !errors.Is(err, unix.ENOSPC) {
+		return err
 	}
+	b.stats.noMemory.Add(1)
+	if pt.deadline.IsZero() {
+		pt.deadline = time.Now().Add(b.opts.NoMemoryTimeout)
+		pt.pause = time.Millisecond
+	}
+	if time.Now().After(pt.deadline) {
+		return fmt.Errorf("no host memory for %v: %w; raise the memory limit of the sandbox or run fewer of them", b.opts.NoMemoryTimeout, err)
+	}
+	time.Sleep(pt.pause)
+	pt.pause = min(2*pt.pause, 250*time.Millisecond)
+	return nil
 }
 
 // corrupt ends the sandbox: a page cannot be given back as it was.

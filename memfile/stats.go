@@ -106,6 +106,11 @@ func (b *Backend) Stats() control.Stats {
 
 	f := func(t codec.Tag) uint64 { return uint64(max(b.stats.form(t).Load(), 0)) }
 	s.Pages.Zero = f(codec.TagZero)
+	s.Pages.Template = f(codec.TagTemplate)
+	s.Pages.Delta = f(codec.TagWordDelta) + f(codec.TagZstdBase)
+	if b.template != nil {
+		s.TemplateBytes = b.template.Pages() << pageShift
+	}
 	s.Pages.Compressed = f(codec.TagFill) + f(codec.TagS2) + f(codec.TagZstd)
 	s.Pages.Raw = uint64(max(b.stats.raw.Load(), 0))
 	s.Pages.Resident = held >> pageShift

@@ -19,6 +19,8 @@ const pageShift = 12
 //
 //	bits 0-2   state
 //	bit  3     pinned: not to be evicted until dropped
+//	bit  4     tmapped: an application may have the template's copy mapped
+//	bit  5     deep: the stored form is as small as it gets
 //	bits 8-15  codec.Tag of the stored form
 //	bits 16-55 arena.Handle of the blob, 0 if the form needs none
 type word = uint64
@@ -33,6 +35,8 @@ const (
 
 	stateMask word = 7
 	pinned    word = 8
+	tmapped   word = 16
+	deep      word = 32
 
 	tagShift    = 8
 	handleShift = 16
@@ -82,6 +86,7 @@ func (t *table) extend(pages uint64) error {
 	for len(chunks) < need {
 		m, err := unix.MmapPtr(-1, 0, nil, tableChunk*8, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 		if err != nil {
+			t.chunks.Store(&chunks)
 			return fmt.Errorf("mapping the page table: %w", err)
 		}
 		chunks = append(chunks, &chunk{words: (*[tableChunk]word)(m)})

@@ -3,29 +3,37 @@ package sentry
 import (
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/log"
 	"gvisor.dev/gvisor/pkg/sentry/kernel"
 	"gvisor.dev/gvisor/pkg/sentry/pgalloc"
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/sandbox"
 
 	"runsc-agentzip/memfile"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
 )
 
 // process is the state of the sandbox process. A restore replaces the memory
 // file and the kernel of the start.
 var process struct {
-	// opts and stderr are immutable after initSandbox.
-	opts   memfile.Options
-	stderr int
+	// opts, mapTemplate and stderr are immutable after initSandbox.
+	opts        memfile.Options
+	mapTemplate bool
+	stderr      int
 
 	// mu protects what follows. It is a leaf.
-	mu       sync.Mutex
+	mu sync.Mutex
+	// template is that of the restore in progress, until its memory file is
+	// created. It is owned by that file's backend then.
+	template *template.View
 	backends map[*pgalloc.MemoryFile]*memfile.Backend
 	driver   *driver
 }
@@ -33,7 +41,9 @@ var process struct {
 // Register makes sandboxes that this process becomes run with the backend.
 func Register() {
 	boot.AgentzipInit = initSandbox
+	boot.AgentzipRestore = beginRestore
 	boot.AgentzipControl = newControl
+	sandbox.AgentzipTemplate = openTemplate
 }
 
 // initSandbox implements boot.AgentzipInit.
@@ -45,6 +55,7 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 	process.opts.MapUnit = uint64(conf.AgentzipMapUnit)
 	process.opts.Workers = int(conf.AgentzipWorkers)
 	process.opts.StoreMax = uint64(conf.AgentzipStoreMax)
+	process.mapTemplate = conf.AgentzipTemplate == "map"
 	process.opts.TestCorrupt = uint64(conf.AgentzipTestCorrupt)
 	process.stderr = -1
 	if len(stdioFDs) == 3 {
@@ -63,6 +74,30 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 // that the loader numbers itself and wants to find free.
 const lastWordFD = 1024
 
+// backend is what gVisor knows as pgalloc.PageBackend.
+type backend struct {
+	*memfile.Backend
+	template *template.View
+}
+
+// Adopt implements pgalloc.PageBackend.Adopt.
+func (b *backend) Adopt(start, end, off uint64) error {
+	return b.Backend.Adopt(memfile.Range{Start: start, End: end}, off)
+}
+
+// TemplateFD implements pgalloc.PageBackend.TemplateFD.
+func (b *backend) TemplateFD() int {
+	return b.template.PagesFD()
+}
+
+// Close implements pgalloc.PageBackend.Close.
+func (b *backend) Close() {
+	b.Backend.Close()
+	if b.template != nil {
+		_ = b.template.Close()
+	}
+}
+
 func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 	b, err := memfile.New(&host{f: f, stderr: process.stderr}, process.opts)
 	if err != nil {
@@ -70,8 +105,57 @@ func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 	}
 	process.mu.Lock()
 	defer process.mu.Unlock()
+	pb := &backend{Backend: b, template: process.template}
+	process.template = nil
+	if pb.template != nil {
+		b.SetTemplate(pb.template, process.mapTemplate)
+	}
 	process.backends[f] = b
-	return b, nil
+	return pb, nil
+}
+
+// openTemplate implements sandbox.AgentzipTemplate. It runs outside of the
+// sandbox, in the command that restores it.
+func openTemplate(conf *config.Config, dir string) ([]*os.File, error) {
+	if !conf.Agentzip || conf.AgentzipTemplate == "load" {
+		return nil, nil
+	}
+	t, err := template.Open(dir, log.Infof)
+	if err != nil {
+		return nil, err
+	}
+	pages, index := t.Files()
+	return []*os.File{pages, index}, nil
+}
+
+// beginRestore implements boot.AgentzipRestore.
+func beginRestore(files []*os.File) error {
+	if len(files) == 0 {
+		return nil
+	}
+	if len(files) != 2 {
+		return fmt.Errorf("restore with %d template files, want 2", len(files))
+	}
+	// The control server closes the files when the call returns.
+	var own [2]*os.File
+	for i, f := range files {
+		fd, err := unix.Dup(int(f.Fd()))
+		if err != nil {
+			return fmt.Errorf("keeping the template's files: %w", err)
+		}
+		own[i] = os.NewFile(uintptr(fd), f.Name())
+	}
+	v, err := template.FromFiles(own[0], own[1])
+	if err != nil {
+		own[0].Close()
+		own[1].Close()
+		return fmt.Errorf("using the checkpoint as a template: %w", err)
+	}
+	log.Infof("agentzip: the checkpoint is a template of %d pages, digest %v", v.Pages(), v.Digest())
+	process.mu.Lock()
+	defer process.mu.Unlock()
+	process.template = v
+	return nil
 }
 
 // newControl implements boot.AgentzipControl.

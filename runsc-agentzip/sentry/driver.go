@@ -128,7 +128,7 @@ func (d *driver) run() {
 		var res memfile.EvictResult
 		retry := d.f.IsAsyncLoading()
 		if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && !retry {
-			tier := codec.TierFast
+			tier := codec.TierMid
 			if d.conf.deepenAfter == 0 {
 				tier = codec.TierDeep
 			}

@@ -87,7 +87,7 @@ var edits = []Edit{
 		Anchor: "rb.mf.MapInternal(", Where: Replace, Text: `rb.mf.MapInternalPinned(`},
 	{File: "pkg/sentry/mm/pma.go", Decl: "MemoryManager.Pin",
 		Anchor: "f.IncRef(fr, memCgID)", Where: Before, Text: `
-		if err := pgalloc.PinPages(f, fr); err != nil {
+		if err := mm.pinPMALocked(pseg, psar); err != nil {
 			perr = err
 			break
 		}`},
@@ -112,22 +112,66 @@ var edits = []Edit{
 		Anchor: "pma.file.MapInternal(pseg.fileRange(), perms)", Where: Replace, Text: `pgalloc.MapInternalUngated(pma.file, pseg.fileRange(), perms)`},
 	{File: "pkg/sentry/mm/pma.go", Decl: "MemoryManager.internalMappingsLocked",
 		Anchor: "if ar.End <= pseg.End() {\n\t\t// Since only one pma", Where: Before, Text: `
-	mustGate(pseg, ar)
+	mm.mustGate(pseg, ar)
 `},
 	{File: "pkg/sentry/mm/io.go", Decl: "MemoryManager.getIOMappingsLocked",
 		Anchor: "offset := uint64(ar.Start - pseg.Start())", Where: Before, Text: `
-		if err := gatePMA(pseg, ar); err != nil {
+		if err := mm.gatePMA(pseg, ar); err != nil {
 			return safemem.BlockSeq{}, nil, err
 		}`},
 	{File: "pkg/sentry/mm/io.go", Decl: "MemoryManager.getIOMappingsTrackedLocked",
-		Anchor: "if err := pseg.getInternalMappingsLocked(); err == nil {", Where: Replace, Text: `if err := pseg.getGatedInternalMappingsLocked(pmaAR); err == nil {`},
+		Anchor: "if err := pseg.getInternalMappingsLocked(); err == nil {", Where: Replace, Text: `if err := mm.getGatedInternalMappingsLocked(pseg, pmaAR); err == nil {`},
 	{File: "pkg/sentry/mm/address_space.go", Decl: "MemoryManager.mapASLocked",
 		Anchor: "perms := pma.effectivePerms", Where: Before, Text: `
 		if platformEffect == memmap.PlatformEffectDefault {
-			pmaMapAR = mapWindow(pseg, ar, pmaMapAR)
+			win, done, err := mm.mapWindowLocked(pseg, ar, pmaMapAR)
+			if err != nil {
+				return err
+			}
+			if done {
+				pseg = pseg.NextSegment()
+				continue
+			}
+			pmaMapAR = win
 		}`},
+	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
+		Anchor: "mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)", Where: Replace, Text: `mm.mapFaultLocked(ctx, pseg, ar, at)`},
+	{File: "pkg/sentry/mm/mm.go", Decl: "type MemoryManager",
+		Anchor: "captureInvalidations  bool", Where: Before, Text: `
+	// templateMu orders, for the pages of this MemoryManager, mapping the
+	// template's copy into as against replacing such mappings. It follows
+	// activeMu.
+	templateMu agentzipMutex ` + "`state:\"nosave\"`" + `
+`},
 
-	// --- Checkpoint ---
+	// --- Checkpoint and restore ---
+
+	{File: "pkg/sentry/pgalloc/save_restore.go", Decl: "MemoryFile.LoadFrom",
+		Anchor: "if amfl != nil {\n\t\t\t// Record where to read data.", Where: Replace, Text: `if f.backend.adopt(maFR, &opts.PagesFileOffset) {
+			// The template has these pages; nothing to load.
+		} else if amfl != nil {
+			// Record where to read data.`},
+	{File: "runsc/boot/controller.go", Decl: "type RestoreOpts",
+		Anchor: "HaveDeviceFile bool", Where: After, Text: `
+	// AgentzipFiles is how many files follow the others in FilePayload: those
+	// of the template.
+	AgentzipFiles int`},
+	{File: "runsc/boot/controller.go", Decl: "containerManager.Restore",
+		Anchor: "stateFile, pagesMetadata, pagesFile, err := getRestoreReaders(o)", Where: Before, Text: `
+	if err := o.takeAgentzipFiles(); err != nil {
+		return err
+	}`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
+		Anchor: "conn, err := s.sandboxConnect()", Where: Before, Text: `
+	if AgentzipTemplate != nil && opt.HavePagesFile && !direct {
+		files, err := AgentzipTemplate(conf, imagePath)
+		if err != nil {
+			return err
+		}
+		opt.FilePayload.Files = append(opt.FilePayload.Files, files...)
+		opt.AgentzipFiles = len(files)
+	}
+`},
 
 	{File: "pkg/sentry/kernel/kernel.go", Decl: "Kernel.saveMemoryFiles",
 		Anchor: "memoryStart := time.Now()", Where: After, Text: `
@@ -205,6 +249,7 @@ const agentzipConfigFields = `
 	AgentzipMapUnit        uint          ` + "`flag:\"agentzip-map-unit\"`" + `
 	AgentzipWorkers        uint          ` + "`flag:\"agentzip-workers\"`" + `
 	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `
+	AgentzipTemplate       string        ` + "`flag:\"agentzip-template\"`" + `
 	AgentzipTestEvictEvery time.Duration ` + "`flag:\"agentzip-test-evict-every\"`" + `
 	AgentzipTestCorrupt    uint          ` + "`flag:\"agentzip-test-corrupt\"`" + `
 `

@@ -1,6 +1,9 @@
 package boot
 
 import (
+	"fmt"
+	"os"
+
 	"gvisor.dev/gvisor/pkg/sentry/kernel"
 	"gvisor.dev/gvisor/runsc/config"
 )
@@ -9,6 +12,25 @@ import (
 // first memory file is created and before seccomp filters are installed.
 // stdioFDs are the root container's.
 var AgentzipInit func(conf *config.Config, stdioFDs []int) error
+
+// AgentzipRestore, if not nil, is called when a restore begins, before its
+// memory file is created, with the template's files if there are any. They are
+// closed after it returns.
+var AgentzipRestore func(files []*os.File) error
+
+// takeAgentzipFiles removes the template's files from o and hands them over.
+func (o *RestoreOpts) takeAgentzipFiles() error {
+	n := o.AgentzipFiles
+	if n < 0 || n > len(o.Files) {
+		return fmt.Errorf("restore with %d template files among %d files", n, len(o.Files))
+	}
+	files := o.Files[len(o.Files)-n:]
+	o.Files = o.Files[:len(o.Files)-n]
+	if AgentzipRestore == nil {
+		return nil
+	}
+	return AgentzipRestore(files)
+}
 
 // AgentzipControl, if not nil, is called for each kernel that the sandbox
 // process serves (a restore replaces the first one) and returns the object

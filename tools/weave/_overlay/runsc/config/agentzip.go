@@ -41,10 +41,11 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Var(&on, "agentzip", "evict guest memory into compressed storage while the sandbox waits: on (default) or off, which is stock runsc.")
 	flagSet.Duration("agentzip-idle", 200*time.Millisecond, "how long all tasks must be blocked before eviction starts.")
 	flagSet.Duration("agentzip-settle", 20*time.Millisecond, "how long pages stay unmapped before they are written out; pages touched meanwhile are cheap to keep.")
-	flagSet.Duration("agentzip-deepen-after", 2*time.Second, "how long a wait lasts before what was stored in a fast form is compressed harder; 0 stores in the small form at once.")
+	flagSet.Duration("agentzip-deepen-after", 5*time.Second, "how long a wait lasts before what was stored in a quick form is compressed harder; 0 compresses hard at once.")
 	flagSet.Uint("agentzip-map-unit", 64<<10, "bytes restored and mapped together by a fault on evicted memory: a power of two from 4096 to 2097152.")
 	flagSet.Uint("agentzip-workers", 1, "goroutines that compress during an eviction, 1 to 64.")
 	flagSet.Uint("agentzip-store-max", 0, "largest size in bytes of the compressed store; 0 is no limit.")
+	flagSet.String("agentzip-template", "map", "how a restored sandbox uses the pages of an uncompressed checkpoint: map (map them into applications until they are written to), copy (copy each when it is used), load (read all of them at once, as stock runsc does).")
 	flagSet.Duration("agentzip-test-evict-every", 0, "TEST ONLY: evict everything eligible this often, whatever the tasks do.")
 	flagSet.Uint("agentzip-test-corrupt", 0, "TEST ONLY: flip a bit in the n-th stored page, to see that the checksum catches it.")
 }
@@ -73,6 +74,11 @@ func (c *Config) validateAgentzip() error {
 	}
 	if w := c.AgentzipWorkers; w < 1 || w > 64 {
 		return fmt.Errorf("--agentzip-workers=%d: must be from 1 to 64", w)
+	}
+	switch c.AgentzipTemplate {
+	case "map", "copy", "load":
+	default:
+		return fmt.Errorf("--agentzip-template=%s: must be map, copy or load", c.AgentzipTemplate)
 	}
 	if s := c.AgentzipStoreMax; s != 0 && s < 1<<20 {
 		return fmt.Errorf("--agentzip-store-max=%d: must be 0 or at least 1048576 bytes", s)

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/hostarch"
 	"gvisor.dev/gvisor/pkg/sentry/memmap"
 	"gvisor.dev/gvisor/pkg/sentry/pgalloc"
@@ -44,15 +45,38 @@ func unregister(mm *MemoryManager) {
 	delete(registry.m, mm)
 }
 
-// gatePMA restores the pages of pseg that ar covers.
+// gatePMA makes the pages of pseg that ar covers ready for the Sentry to access
+// through an internal mapping.
 //
 // Preconditions: mm.activeMu must be locked; pseg.Range() overlaps ar.
-func gatePMA(pseg pmaIterator, ar hostarch.AddrRange) error {
-	f, ok := pseg.ValuePtr().file.(*pgalloc.MemoryFile)
+func (mm *MemoryManager) gatePMA(pseg pmaIterator, ar hostarch.AddrRange) error {
+	pma := pseg.ValuePtr()
+	f, ok := pma.file.(*pgalloc.MemoryFile)
 	if !ok {
 		return nil
 	}
-	return f.Gate(pseg.fileRangeOf(pseg.Range().Intersect(ar)))
+	ar = ar.Intersect(pseg.Range())
+	fr := pseg.fileRangeOf(ar)
+	if !mayMapTemplate(f, pma) {
+		return f.Gate(fr)
+	}
+	mapped, err := f.GateMapped(fr)
+	if err != nil {
+		return err
+	}
+	if mapped && !pma.needCOW {
+		// The application may see the template's copy of a page that the
+		// caller may be about to write to. (With needCOW nobody writes to the
+		// page in place, and both copies stay equal.)
+		mm.templateMu.Lock()
+		defer mm.templateMu.Unlock()
+		mm.unmapASLocked(hostarch.AddrRange{
+			Start: ar.Start.RoundDown(),
+			End:   ar.End.MustRoundUp(),
+		})
+		f.ClearTemplateMapped(fr)
+	}
+	return nil
 }
 
 // mustGate is gatePMA for all pmas in ar, in a place that cannot return an
@@ -60,9 +84,9 @@ func gatePMA(pseg pmaIterator, ar hostarch.AddrRange) error {
 // did not find any for as long as the backend was ready to wait.
 //
 // Preconditions: as internalMappingsLocked.
-func mustGate(pseg pmaIterator, ar hostarch.AddrRange) {
+func (mm *MemoryManager) mustGate(pseg pmaIterator, ar hostarch.AddrRange) {
 	for {
-		if err := gatePMA(pseg, ar); err != nil {
+		if err := mm.gatePMA(pseg, ar); err != nil {
 			panic(fmt.Sprintf("restoring guest memory for addresses %v: %v", ar, err))
 		}
 		if ar.End <= pseg.End() {
@@ -74,26 +98,86 @@ func mustGate(pseg pmaIterator, ar hostarch.AddrRange) {
 
 // getGatedInternalMappingsLocked is getInternalMappingsLocked, followed by
 // gatePMA for ar.
-func (pseg pmaIterator) getGatedInternalMappingsLocked(ar hostarch.AddrRange) error {
+func (mm *MemoryManager) getGatedInternalMappingsLocked(pseg pmaIterator, ar hostarch.AddrRange) error {
 	if err := pseg.getInternalMappingsLocked(); err != nil {
 		return err
 	}
-	return gatePMA(pseg, ar)
+	return mm.gatePMA(pseg, ar)
 }
 
-// mapWindow narrows limit, a part of pseg, to what is worth mapping for an
-// access to ar.
-func mapWindow(pseg pmaIterator, ar, limit hostarch.AddrRange) hostarch.AddrRange {
-	f, ok := pseg.ValuePtr().file.(*pgalloc.MemoryFile)
+// pinPMALocked makes the pages of pseg that ar covers ready for accesses at any
+// time, by anybody.
+//
+// Preconditions: mm.activeMu must be locked for writing.
+func (mm *MemoryManager) pinPMALocked(pseg pmaIterator, ar hostarch.AddrRange) error {
+	if err := mm.gatePMA(pseg, ar); err != nil {
+		return err
+	}
+	return pgalloc.PinPages(pseg.ValuePtr().file, pseg.fileRangeOf(ar))
+}
+
+// mayMapTemplate tells whether applications may see pages of pma in the
+// template's copy. They may if writing to such a page in place takes being its
+// only owner, which holds for private memory; pages of tmpfs, shared memory and
+// the page cache are written to by anybody. Huge pages may be zeroed in place
+// while they are mapped (MADV_DONTNEED on a part of one).
+func mayMapTemplate(f *pgalloc.MemoryFile, p *pma) bool {
+	return f.HasTemplate() && p.private && !p.huge
+}
+
+// mapWindowLocked narrows limit, a part of pseg, to what is worth mapping for an
+// access to ar. If it returns done, it has mapped it already, from the template.
+//
+// Preconditions: as mapASLocked.
+func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.AddrRange) (_ hostarch.AddrRange, done bool, _ error) {
+	pma := pseg.ValuePtr()
+	f, ok := pma.file.(*pgalloc.MemoryFile)
 	if !ok {
-		return limit
+		return limit, false, nil
 	}
 	lim := pseg.fileRangeOf(limit)
-	win := f.MapWindow(pseg.fileRangeOf(limit.Intersect(ar)), lim)
-	return hostarch.AddrRange{
-		Start: limit.Start + hostarch.Addr(win.Start-lim.Start),
-		End:   limit.End - hostarch.Addr(lim.End-win.End),
+	addrs := func(fr memmap.FileRange) hostarch.AddrRange {
+		return hostarch.AddrRange{
+			Start: limit.Start + hostarch.Addr(fr.Start-lim.Start),
+			End:   limit.End - hostarch.Addr(lim.End-fr.End),
+		}
 	}
+	need := limit.Intersect(ar)
+	if perms := pma.effectivePerms; mayMapTemplate(f, pma) && mm.p.MapUnit() == 0 && need.Length() == hostarch.PageSize && perms.Read && !perms.Execute {
+		mm.templateMu.Lock()
+		fr, tfr, ok := f.TemplateWindow(pseg.fileRangeOf(need).Start, lim)
+		if ok {
+			err := mm.as.MapFile(addrs(fr).Start, f.Template(), tfr, hostarch.Read, false /* precommit */)
+			mm.templateMu.Unlock()
+			return limit, true, err
+		}
+		mm.templateMu.Unlock()
+	}
+	return addrs(f.MapWindow(pseg.fileRangeOf(need), lim)), false, nil
+}
+
+// mapFaultLocked maps ar for an application that faulted on it.
+//
+// Preconditions: as mapASLocked; pseg contains ar and allows the access.
+func (mm *MemoryManager) mapFaultLocked(ctx context.Context, pseg pmaIterator, ar hostarch.AddrRange, at hostarch.AccessType) error {
+	pma := pseg.ValuePtr()
+	f, ok := pma.file.(*pgalloc.MemoryFile)
+	if !at.Write || !ok || !mayMapTemplate(f, pma) || pma.needCOW || !f.TemplateBacked(pseg.fileRangeOf(ar).Start) {
+		return mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)
+	}
+	// Copy up: MapFile restores the pages, and replaces in one step what the
+	// application has mapped. Nobody else writes to them before: the Sentry's
+	// writes take templateMu when they see that a page may be mapped from the
+	// template.
+	fr := f.MapUnit(pseg.fileRangeOf(ar), pseg.fileRange())
+	mm.templateMu.Lock()
+	defer mm.templateMu.Unlock()
+	start := pseg.Start() + hostarch.Addr(fr.Start-pma.off)
+	if err := mm.as.MapFile(start, f, fr, pma.effectivePerms, false /* precommit */); err != nil {
+		return err
+	}
+	f.ClearTemplateMapped(fr)
+	return nil
 }
 
 // unmapMergeGap is the largest run of pages that UnmapFile unmaps needlessly to

@@ -54,6 +54,9 @@ type PageBackend interface {
 	// returned function is called.
 	BeginSave() (func(), error)
 
+	// Unit is Window without the neighbours beyond the map unit.
+	Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64)
+
 	// EvictedBytes is the size of the pages that the file does not hold but
 	// the guest has committed.
 	EvictedBytes() uint64
@@ -61,6 +64,36 @@ type PageBackend interface {
 	// OverlayCommitted sets bit 0 of vec[i] for each evicted page, vec[0]
 	// being the page at start, as mincore would had the page not been evicted.
 	OverlayCommitted(start uint64, vec []byte)
+
+	// HasTemplate tells whether there is a template: an immutable file with
+	// the pages that the memory file was loaded with. The methods below are
+	// called only if there is.
+	HasTemplate() bool
+
+	// TemplateFD is the template's file, which cannot be written to.
+	TemplateFD() int
+
+	// Adopt tells that the pages of [start, end) are those of the template
+	// from byte off on. Their content is not in the memory file.
+	Adopt(start, end, off uint64) error
+
+	// TemplateWindow returns the part of [limStart, limEnd) around the page at
+	// need that an application may map from the template, from byte off on,
+	// if that is worth it. The caller holds MemoryManager.templateMu until it
+	// has made the mapping.
+	TemplateWindow(need, limStart, limEnd uint64) (start, end, off uint64, ok bool)
+
+	// TemplateBacked tells whether the page at off is the template's, or may
+	// be mapped from it.
+	TemplateBacked(off uint64) bool
+
+	// GateMapped is Gate, and tells whether a page may be mapped from the
+	// template.
+	GateMapped(start, end uint64) (mapped bool, err error)
+
+	// ClearTemplateMapped tells that no page in [start, end) is mapped from
+	// the template by the memory manager that may write to it.
+	ClearTemplateMapped(start, end uint64)
 
 	// Close releases the backend's memory.
 	Close()
@@ -81,7 +114,10 @@ func (f *MemoryFile) AttachPageBackend() error {
 	if err != nil || b == nil {
 		return err
 	}
-	f.backend = pageBackendRef{b, b.NonResident()}
+	f.backend = pageBackendRef{b: b, nonResident: b.NonResident(), hasTemplate: b.HasTemplate()}
+	if f.backend.hasTemplate {
+		f.backend.template = &templateFile{fd: b.TemplateFD()}
+	}
 	return nil
 }
 
@@ -91,6 +127,8 @@ func (f *MemoryFile) AttachPageBackend() error {
 type pageBackendRef struct {
 	b           PageBackend
 	nonResident *atomic.Int64
+	hasTemplate bool
+	template    *templateFile
 }
 
 func (r *pageBackendRef) gate(fr memmap.FileRange) error {
@@ -104,6 +142,22 @@ func (r *pageBackendRef) gate(fr memmap.FileRange) error {
 		return linuxerr.ENOMEM
 	}
 	return nil
+}
+
+// adopt takes over the pages in fr, which the pages file of the checkpoint being
+// loaded has from off on, and advances off. It returns false if they are to be
+// loaded as usual.
+func (r *pageBackendRef) adopt(fr memmap.FileRange, off *uint64) bool {
+	if !r.hasTemplate {
+		return false
+	}
+	if err := r.b.Adopt(fr.Start, fr.End, *off); err != nil {
+		// Loading will fail too, with the reader's own words.
+		log.Warningf("Not using the template for pages %v: %v", fr, err)
+		return false
+	}
+	*off += fr.Length()
+	return true
 }
 
 func (r *pageBackendRef) extend(size uint64) error {
@@ -287,4 +341,91 @@ func (f *MemoryFile) HeldBytes() (uint64, error) {
 		return 0, fmt.Errorf("fstat of the memory file: %w", err)
 	}
 	return uint64(st.Blocks) * 512, nil
+}
+
+// HasTemplate tells whether f has a template.
+func (f *MemoryFile) HasTemplate() bool {
+	return f.backend.hasTemplate
+}
+
+// Template is the template as a file to map into applications.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) Template() memmap.File {
+	return f.backend.template
+}
+
+// TemplateWindow is PageBackend.TemplateWindow.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, template memmap.FileRange, ok bool) {
+	start, end, off, ok := f.backend.b.TemplateWindow(need, limit.Start, limit.End)
+	return memmap.FileRange{Start: start, End: end}, memmap.FileRange{Start: off, End: off + end - start}, ok
+}
+
+// TemplateBacked is PageBackend.TemplateBacked.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) TemplateBacked(off uint64) bool {
+	return f.backend.b.TemplateBacked(off)
+}
+
+// GateMapped is PageBackend.GateMapped.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) GateMapped(fr memmap.FileRange) (bool, error) {
+	mapped, err := f.backend.b.GateMapped(fr.Start, fr.End)
+	if err != nil {
+		log.Warningf("Restoring evicted pages %v: %v", fr, err)
+		err = linuxerr.ENOMEM
+	}
+	return mapped, err
+}
+
+// ClearTemplateMapped is PageBackend.ClearTemplateMapped.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) ClearTemplateMapped(fr memmap.FileRange) {
+	f.backend.b.ClearTemplateMapped(fr.Start, fr.End)
+}
+
+// MapUnit is how much of the file an application's first write to a page of the
+// template makes its own.
+func (f *MemoryFile) MapUnit(need, limit memmap.FileRange) memmap.FileRange {
+	s, e := f.backend.b.Unit(need.Start, need.End, limit.Start, limit.End)
+	return memmap.FileRange{Start: s, End: e}
+}
+
+// templateFile is the template as address spaces map it: read-only, shared by
+// all sandboxes of the template, never freed.
+type templateFile struct {
+	memmap.DefaultMemoryType
+	memmap.NoBufferedIOFallback
+
+	fd int
+}
+
+var _ memmap.File = (*templateFile)(nil)
+
+// IncRef implements memmap.File.IncRef.
+func (*templateFile) IncRef(memmap.FileRange, uint32) {}
+
+// DecRef implements memmap.File.DecRef.
+func (*templateFile) DecRef(memmap.FileRange) {}
+
+// MapInternal implements memmap.File.MapInternal. Platforms that map through
+// the Sentry's address space get none of the template: its pages are restored
+// by copy there (see MemoryManager.mapTemplateLocked).
+func (*templateFile) MapInternal(memmap.FileRange, hostarch.AccessType) (safemem.BlockSeq, error) {
+	return safemem.BlockSeq{}, linuxerr.EFAULT
+}
+
+// DataFD implements memmap.File.DataFD.
+func (t *templateFile) DataFD(memmap.FileRange) (int, error) {
+	return t.fd, nil
+}
+
+// FD implements memmap.File.FD.
+func (t *templateFile) FD() int {
+	return t.fd
 }
