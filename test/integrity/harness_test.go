@@ -182,22 +182,22 @@ type mode struct {
 	evicts bool
 }
 
-// binary is what is known about a runsc.
-type binary struct {
+// runscInfo is what is known about a runsc.
+type runscInfo struct {
 	path     string
 	version  string
 	agentzip bool
 	err      error
 }
 
-var probed sync.Map // path -> *binary
+var probed sync.Map // path -> *runscInfo
 
 // probe runs the binary once to see what it is.
-func probe(path string) *binary {
+func probe(path string) *runscInfo {
 	if b, ok := probed.Load(path); ok {
-		return b.(*binary)
+		return b.(*runscInfo)
 	}
-	b := &binary{path: path}
+	b := &runscInfo{path: path}
 	if _, err := os.Stat(path); err != nil {
 		b.err = err
 	} else if out, err := exec.Command(path, "flags").CombinedOutput(); err != nil {
@@ -212,7 +212,7 @@ func probe(path string) *binary {
 }
 
 // underTest returns the runsc to test, or skips.
-func underTest(t testing.TB) *binary {
+func underTest(t testing.TB) *runscInfo {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("sandboxes need root: run the tests as root")
@@ -228,7 +228,7 @@ func underTest(t testing.TB) *binary {
 }
 
 // stockBinary returns an unpatched runsc, or nil if there is none.
-func stockBinary() *binary {
+func stockBinary() *runscInfo {
 	if *stockFlag == "" {
 		return nil
 	}
@@ -324,6 +324,7 @@ func newRuntime(t testing.TB, m mode) *fleet.Runtime {
 	}
 	open.runtimes[rt] = true
 	open.Unlock()
+	runtimeLogs.Store(rt, logs)
 	t.Cleanup(func() {
 		procs := processesOf(rt)
 		if err := rt.Close(); err != nil {
@@ -337,10 +338,14 @@ func newRuntime(t testing.TB, m mode) *fleet.Runtime {
 		if t.Failed() {
 			keepLogs(t, logs)
 		}
+		runtimeLogs.Delete(rt)
 		os.RemoveAll(logs)
 	})
 	return rt
 }
+
+// runtimeLogs finds the directory of a runtime's logs.
+var runtimeLogs sync.Map // *fleet.Runtime -> string
 
 // keepLogs copies the logs of a failed test where they can be looked at, and
 // shows the ends of those that explain a dead sandbox.
@@ -371,15 +376,16 @@ func keepLogs(t testing.TB, logs string) {
 	}
 }
 
-// warnings leaves out of a sentry's log what says nothing about a failure.
+// warnings picks what may explain a failure out of a sentry's log.
 func warnings(log string) string {
 	var out strings.Builder
 	for line := range strings.Lines(log) {
-		if line == "" || line[0] == 'I' || line[0] == 'D' || line[0] == '[' ||
-			strings.Contains(line, "cgroup mount for controller") {
+		if strings.Contains(line, "cgroup mount for controller") {
 			continue
 		}
-		out.WriteString(line)
+		if line[0] == 'W' || line[0] == 'E' || line[0] == 'F' || strings.Contains(line, "panic") || strings.Contains(line, "fatal") {
+			out.WriteString(line)
+		}
 	}
 	return out.String()
 }

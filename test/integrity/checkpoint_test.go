@@ -1,0 +1,381 @@
+package integrity
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"runsc-agentzip/pkg/fleet"
+)
+
+// daemon drives guest/daemon.c, which runs as init: only what descends from
+// init survives a checkpoint.
+type daemon struct {
+	t  testing.TB
+	sb *fleet.Sandbox
+}
+
+// daemonBundle writes the bundle that a daemon starts from and that all its
+// checkpoints are restored with.
+func daemonBundle(t testing.TB, mb int) string {
+	t.Helper()
+	dir := t.TempDir()
+	spec := guestSpec(t, guestPath(t, "daemon"), fmt.Sprintf("--mb=%d", mb), seedArg())
+	if err := fleet.WriteBundle(dir, spec); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func startDaemon(t testing.TB, rt *fleet.Runtime, id, bundle string) *daemon {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	sb, err := rt.Run(ctx, id, bundle)
+	if err != nil {
+		t.Fatalf("starting %s: %v", id, err)
+	}
+	line, err := sb.ReadLine(ctx)
+	if err != nil || line != "READY" {
+		t.Fatalf("%s: %q, %v", id, line, err)
+	}
+	return &daemon{t, sb}
+}
+
+func restoreDaemon(t testing.TB, rt *fleet.Runtime, id, bundle, image string) *daemon {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	sb, err := rt.Restore(ctx, id, bundle, image)
+	if err != nil {
+		t.Fatalf("restoring %s: %v", id, err)
+	}
+	return &daemon{t, sb}
+}
+
+// ask sends one request; both processes of the daemon have to answer OK. It
+// does not end the test, so that it may be called from any goroutine.
+func (d *daemon) ask(req string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	defer cancel()
+	reply, err := d.sb.Request(ctx, req)
+	if err != nil {
+		return "", fmt.Errorf("%s: %s: %w", d.sb.ID(), req, err)
+	}
+	if strings.Count(reply, "OK ") != 2 || strings.Contains(reply, "FAIL") {
+		return "", fmt.Errorf("%s: %s: %s", d.sb.ID(), req, reply)
+	}
+	return reply, nil
+}
+
+func (d *daemon) must(req string) string {
+	d.t.Helper()
+	reply, err := d.ask(req)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return reply
+}
+
+func (d *daemon) checkpoint(m mode, image string, o fleet.CheckpointOptions) {
+	d.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	defer cancel()
+	began := time.Now()
+	if err := d.sb.Checkpoint(ctx, image, o); err != nil {
+		d.t.Fatalf("checkpoint of %s: %v", d.sb.ID(), err)
+	}
+	var size int64
+	entries, _ := os.ReadDir(image)
+	for _, e := range entries {
+		if fi, err := e.Info(); err == nil {
+			size += fi.Size()
+		}
+	}
+	d.t.Logf("%s: checkpoint of %s in %.2fs, %d MiB", m.name, d.sb.ID(), time.Since(began).Seconds(), size>>20)
+}
+
+// evictedNow asserts that a good part of the memory is evicted at this moment:
+// a checkpoint of what is resident would prove nothing.
+func evictedNow(t testing.TB, m mode, sb *fleet.Sandbox) {
+	t.Helper()
+	if !m.evicts {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	st, err := sb.Stats(ctx)
+	if err != nil {
+		t.Fatalf("agentzip stats: %v", err)
+	}
+	p := st.Pages
+	away := p.Zero + p.Pool + p.Delta + p.Compressed + p.Template
+	t.Logf("before the checkpoint: %d pages evicted, %d resident", away, p.Resident+p.Raw)
+	if away < (p.Resident+p.Raw)/2 || away < 1000 {
+		t.Errorf("too little is evicted for the checkpoint to prove anything: %+v", p)
+	}
+}
+
+// restoreModes are the ways in which an image has to restore.
+func restoreModes(t testing.TB) []mode {
+	ms := []mode{modeIdle(t), modeForced(t), modeOff(t)}
+	if s := stockBinary(); s != nil {
+		if v := underTest(t).version; v == s.version {
+			ms = append(ms, mode{name: "stock", binary: s.path})
+		} else {
+			t.Logf("%s says %q and the runtime under test %q: an image restores under the same version only, so this is left out", s.path, s.version, v)
+		}
+	}
+	return distinct(ms...)
+}
+
+// TestCheckpointMatrix checkpoints a sandbox whose memory is evicted, lets it
+// run on, checkpoints it again and restores both images in every mode.
+func TestCheckpointMatrix(t *testing.T) {
+	mb := 48
+	if *longFlag {
+		mb = 256
+	}
+	m := modeIdle(t)
+	bundle := daemonBundle(t, mb)
+	images := t.TempDir()
+	rt := newRuntime(t, m)
+	d := startDaemon(t, rt, "origin", bundle)
+	d.must("verify")
+	d.must("work 5000")
+	d.must("stamp first")
+	first := d.must("sum")
+	evict(t, m, d.sb)
+	evictedNow(t, m, d.sb)
+	d.checkpoint(m, filepath.Join(images, "first"), fleet.CheckpointOptions{LeaveRunning: true})
+
+	// The sandbox goes on as if nothing had happened.
+	if got := d.must("sum"); got != first {
+		t.Fatalf("memory changed across checkpoint --leave-running: %s, was %s", got, first)
+	}
+	d.must("verify")
+	d.must("work 5000")
+	evict(t, m, d.sb)
+	d.must("verify")
+	d.must("stamp second")
+	second := d.must("sum")
+	if second == first {
+		t.Fatalf("the daemon's work changed nothing: %s", second)
+	}
+	evict(t, m, d.sb)
+	evictedNow(t, m, d.sb)
+	verifyBackend(t, m, d.sb)
+	d.checkpoint(m, filepath.Join(images, "second"), fleet.CheckpointOptions{})
+	endSandbox(t, d.sb)
+
+	for _, rm := range restoreModes(t) {
+		for name, want := range map[string]string{"first": first, "second": second} {
+			if name == "first" && rm.name != m.name && !*longFlag {
+				continue
+			}
+			t.Run(rm.name+"/"+name, func(t *testing.T) {
+				rt := newRuntime(t, rm)
+				d := restoreDaemon(t, rt, "restored", bundle, filepath.Join(images, name))
+				if got := d.must("sum"); got != want {
+					t.Errorf("memory differs from what was checkpointed: %s, was %s", got, want)
+				}
+				if got := d.must("stamp"); !strings.Contains(got, "stamp "+name) {
+					t.Errorf("stamp: %s", got)
+				}
+				for range 2 {
+					evict(t, rm, d.sb)
+					d.must("verify")
+					d.must("work 5000")
+				}
+				d.must("verify")
+				verifyBackend(t, rm, d.sb)
+				endSandbox(t, d.sb)
+			})
+		}
+	}
+}
+
+// TestCheckpointGenerations checkpoints what was restored, again and again, in
+// changing modes and with every kind of image.
+func TestCheckpointGenerations(t *testing.T) {
+	bundle := daemonBundle(t, 32)
+	images := t.TempDir()
+	plan := []struct {
+		m mode
+		o fleet.CheckpointOptions
+	}{
+		{modeIdle(t), fleet.CheckpointOptions{}},
+		{modeForced(t), fleet.CheckpointOptions{Compression: "flate-best-speed"}},
+		{modeIdle(t), fleet.CheckpointOptions{ExcludeZeroPages: true}},
+		{modeOff(t), fleet.CheckpointOptions{}},
+		{modeIdle(t), fleet.CheckpointOptions{}},
+	}
+	if !*longFlag {
+		plan = plan[:3]
+	}
+	image, sum := "", ""
+	for gen, p := range plan {
+		rt := newRuntime(t, p.m)
+		id := fmt.Sprintf("gen%d", gen)
+		var d *daemon
+		if image == "" {
+			d = startDaemon(t, rt, id, bundle)
+		} else {
+			d = restoreDaemon(t, rt, id, bundle, image)
+			if got := d.must("sum"); got != sum {
+				t.Fatalf("generation %d (%s): memory is %s, was %s", gen, p.m.name, got, sum)
+			}
+			if got := d.must("stamp"); !strings.Contains(got, fmt.Sprintf("stamp gen%d", gen-1)) {
+				t.Errorf("generation %d: %s", gen, got)
+			}
+		}
+		d.must("work 4000")
+		evict(t, p.m, d.sb)
+		d.must("work 4000")
+		d.must("verify")
+		d.must("stamp " + id)
+		sum = d.must("sum")
+		evict(t, p.m, d.sb)
+		evictedNow(t, p.m, d.sb)
+		verifyBackend(t, p.m, d.sb)
+		image = filepath.Join(images, id)
+		d.checkpoint(p.m, image, p.o)
+		endSandbox(t, d.sb)
+	}
+	rt := newRuntime(t, modeOff(t))
+	d := restoreDaemon(t, rt, "last", bundle, image)
+	if got := d.must("sum"); got != sum {
+		t.Fatalf("last generation: memory is %s, was %s", got, sum)
+	}
+	d.must("verify")
+	endSandbox(t, d.sb)
+}
+
+// TestClones restores several sandboxes from one image at once and lets them
+// work, evict and verify at the same time. None may see another's writes.
+func TestClones(t *testing.T) {
+	n, rounds := 3, 2
+	if *longFlag {
+		n, rounds = 8, 6
+	}
+	m := modeIdle(t)
+	bundle := daemonBundle(t, 32)
+	image := filepath.Join(t.TempDir(), "image")
+	rt := newRuntime(t, m)
+	origin := startDaemon(t, rt, "origin", bundle)
+	origin.must("work 3000")
+	origin.must("stamp origin")
+	sum := origin.must("sum")
+	evict(t, m, origin.sb)
+	evictedNow(t, m, origin.sb)
+	origin.checkpoint(m, image, fleet.CheckpointOptions{})
+	endSandbox(t, origin.sb)
+
+	clones := make([]*daemon, n)
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	began := time.Now()
+	for i := range clones {
+		wg.Go(func() {
+			errs[i] = func() error {
+				ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+				defer cancel()
+				id := fmt.Sprintf("clone%d", i)
+				sb, err := rt.Restore(ctx, id, bundle, image)
+				if err != nil {
+					return err
+				}
+				d := &daemon{t, sb}
+				clones[i] = d
+				got, err := d.ask("sum")
+				if err != nil {
+					return err
+				}
+				if got != sum {
+					return fmt.Errorf("%s: memory is %s, was %s", id, got, sum)
+				}
+				for range rounds {
+					// Different amounts of work: the clones part ways.
+					if _, err := d.ask(fmt.Sprintf("work %d", 1000+100*i)); err != nil {
+						return err
+					}
+					if _, err := d.ask("stamp " + id); err != nil {
+						return err
+					}
+					if m.evicts {
+						if _, err := sb.Evict(ctx); err != nil {
+							return err
+						}
+					}
+					if _, err := d.ask("verify"); err != nil {
+						return err
+					}
+				}
+				if got, err := d.ask("stamp"); err != nil || strings.Count(got, "stamp "+id) != 2 {
+					return fmt.Errorf("%s: %s, %v", id, got, err)
+				}
+				return nil
+			}()
+		})
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	if t.Failed() {
+		return
+	}
+	t.Logf("%d clones restored, worked and verified in %.1fs", n, time.Since(began).Seconds())
+	sums := make(map[string]bool)
+	for _, d := range clones {
+		sums[d.must("sum")] = true
+		verifyBackend(t, m, d.sb)
+		endSandbox(t, d.sb)
+	}
+	if len(sums) != n {
+		t.Errorf("%d clones that did different work have %d different memories", n, len(sums))
+	}
+}
+
+// TestCheckpointWhileEvicting checkpoints in the middle of eviction passes and
+// of work, several times, and looks at what each image holds.
+func TestCheckpointWhileEvicting(t *testing.T) {
+	rounds := 2
+	if *longFlag {
+		rounds = 10
+	}
+	m := modeForced(t)
+	bundle := daemonBundle(t, 32)
+	images := t.TempDir()
+	rt := newRuntime(t, m)
+	d := startDaemon(t, rt, "origin", bundle)
+	for i := range rounds {
+		d.must("work 3000")
+		sum := d.must("sum")
+		// Somewhere in a pass.
+		time.Sleep(time.Duration(137*(i+3)%300) * time.Millisecond)
+		image := filepath.Join(images, fmt.Sprint(i))
+		d.checkpoint(m, image, fleet.CheckpointOptions{LeaveRunning: true})
+		d.must("work 1000")
+		d.must("verify")
+		crt := newRuntime(t, modeOff(t))
+		c := restoreDaemon(t, crt, "copy", bundle, image)
+		if got := c.must("sum"); got != sum {
+			t.Errorf("round %d: image holds %s, was %s", i, got, sum)
+		}
+		c.must("verify")
+		endSandbox(t, c.sb)
+		os.RemoveAll(image)
+	}
+	time.Sleep(time.Second)
+	d.must("verify")
+	verifyBackend(t, m, d.sb)
+	endSandbox(t, d.sb)
+}
