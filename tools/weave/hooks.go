@@ -155,7 +155,12 @@ var edits = []Edit{
 		Anchor: "HaveDeviceFile bool", Where: After, Text: `
 	// AgentzipFiles is how many files follow the others in FilePayload: those
 	// of the template.
-	AgentzipFiles int`},
+	AgentzipFiles int
+
+	// agentzipTemplate is true once they were taken.
+	agentzipTemplate bool`},
+	{File: "runsc/boot/controller.go", Decl: "getRestoreReadersForLocalCheckpointFiles",
+		Anchor: "stateio.NewPagesFileFDReaderDefault(int32(pagesFile.Release()))", Where: Replace, Text: `newPagesFileReader(o, int32(pagesFile.Release()))`},
 	{File: "runsc/boot/controller.go", Decl: "containerManager.Restore",
 		Anchor: "stateFile, pagesMetadata, pagesFile, err := getRestoreReaders(o)", Where: Before, Text: `
 	if err := o.takeAgentzipFiles(); err != nil {
