@@ -45,7 +45,7 @@ func (*Agentzip) Usage() string {
 
   -json      print JSON, with the names of package control
 
-`
+` + templateUsage
 }
 
 // SetFlags implements subcommands.Command.SetFlags.
@@ -72,6 +72,9 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	if f.NArg() < 1 {
 		f.Usage()
 		return subcommands.ExitUsageError
+	}
+	if f.Arg(0) == "template" {
+		return a.template(conf, f.Args()[1:])
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
