@@ -290,6 +290,9 @@ func (b *Backend) Drop(start, end uint64) {
 				continue
 			}
 			// Pinned or tmapped: a page that is freed is neither.
+		case candidate, raw, evicted:
+		default:
+			b.badWord(p, w)
 		}
 		if !atomic.CompareAndSwapUint64(at, w, resident) {
 			continue

@@ -386,6 +386,12 @@ func (b *Backend) commit(page uint64) bool {
 	return w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, committing)
 }
 
+// isIntact tells whether the file has content at off.
+func (b *Backend) isIntact(content []byte, off uint64) bool {
+	now := make([]byte, len(content))
+	return b.host.ReadAt(now, off) == nil && bytes.Equal(now, content)
+}
+
 // rejectPage makes a candidate raw. It returns 1 if it did, 0 if the page was
 // touched meanwhile.
 func (b *Backend) rejectPage(at *word) uint64 {
@@ -441,8 +447,7 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 			if w&stateMask != evicted || w&deep != 0 || handleOf(w) == 0 {
 				continue
 			}
-			if stop() {
-				err = b.passError(stop)
+			if err = b.passError(stop); err != nil {
 				return false
 			}
 			if !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
