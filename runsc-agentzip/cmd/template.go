@@ -152,7 +152,7 @@ func (t *templateFlags) create(conf *config.Config, id string) (template.Info, e
 		ExcludeCommittedZeroPages: true,
 	}); err != nil {
 		undo()
-		return template.Info{}, fmt.Errorf("checkpointing container %q: %w", id, err)
+		return template.Info{}, err // which names the container
 	}
 	// From here on there is an image, which is worth keeping whatever happens.
 	if err := t.sync(); err != nil {
