@@ -119,7 +119,8 @@ func TestEndToEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Logf("%s against the reference: %+v", c.ID(), d)
-		if d.Same == 0 || d.Same < d.Different {
+		// agentzip may leave equal pages out of the memory file altogether.
+		if _, err := c.Stats(ctx); errors.Is(err, ErrNoAgentzip) && (d.Same == 0 || d.Same < d.Different) {
 			t.Errorf("%s: clones of one image should be mostly equal: %+v", c.ID(), d)
 		}
 	}
@@ -132,6 +133,17 @@ func TestEndToEnd(t *testing.T) {
 	} else {
 		if st.GuestBytes == 0 || st.OwnedBytes == 0 {
 			t.Errorf("stats are empty: %+v", st)
+		}
+		m, err := clones[0].Memory()
+		if err != nil {
+			t.Error(err)
+		} else if shared := m.Template != nil; shared != (st.TemplateBytes > 0) {
+			t.Errorf("it says that it shares %d bytes of template, from outside it looks like %+v", st.TemplateBytes, m.Template)
+		} else if shared {
+			cached, err := CachedBytes(m.Template.File)
+			if err != nil || cached == 0 {
+				t.Errorf("cached bytes of %s: %d, %v", m.Template.File, cached, err)
+			}
 		}
 		rep, err := clones[0].Evict(ctx)
 		if err != nil {

@@ -176,6 +176,62 @@ func TestParseKB(t *testing.T) {
 	}
 }
 
+func TestParseMappedPSS(t *testing.T) {
+	const smaps = `55d0-55d1 r-xp 00001000 fe:00 77 /img/pages.img
+Size:                  8 kB
+Pss:                   4 kB
+Pss_Dirty:             2 kB
+VmFlags: rd ex
+55d2-55d3 r--s 00001000 fe:00 77 /other root/img/pages.img
+Pss:                   8 kB
+55d4-55d5 r--s 00001000 fe:00 77 /img/other
+Pss:                   16 kB
+55d6-55d7 rw-p 00000000 00:00 0
+Pss:                   32 kB
+55d8-55d9 r--s 00001000 00:21 12 /img/pages.img
+Pss:                   64 kB
+`
+	if got, want := parseMappedPSS(smaps, "/img/pages.img", 77), uint64(76<<10); got != want {
+		t.Errorf("got %d, want %d", got, want)
+	}
+}
+
+func TestCachedBytes(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	if err := os.WriteFile(path, make([]byte, 10*pageSize+1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := CachedBytes(path); err != nil || got != 10*pageSize+1 {
+		t.Errorf("a file just written: %d, %v", got, err)
+	}
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := CachedBytes(path); err != nil || got != 0 {
+		t.Errorf("an empty file: %d, %v", got, err)
+	}
+	if _, err := CachedBytes(path + "x"); err == nil {
+		t.Error("a missing file has cached bytes")
+	}
+}
+
+func TestHostCountsNothingTwice(t *testing.T) {
+	m := Memory{
+		GuestMemfd: 1000, OtherMemfd: 100,
+		Sentry:   ProcMemory{PSS: 99999, PSSAnon: 10, PSSFile: 50, PSSShmem: 99999, PageTables: 1},
+		Gofer:    ProcMemory{PSSAnon: 3, PSSFile: 4, PageTables: 2},
+		Stubs:    ProcMemory{PSSAnon: 5, PSSFile: 300, PageTables: 6},
+		Client:   ProcMemory{PSSAnon: 99999},
+		Template: &TemplateMemory{MappedPSS: 310},
+	}
+	if got, want := m.Host(), uint64(1000+100+61+9+311-310); got != want {
+		t.Errorf("Host = %d, want %d", got, want)
+	}
+	if got := m.Overhead(); got != m.Host()-1000 {
+		t.Errorf("Overhead = %d", got)
+	}
+}
+
 func TestMergeEnv(t *testing.T) {
 	got := mergeEnv([]string{"PATH=/bin", "HOME=/root"}, []string{"PATH=/x", "A=1"})
 	if want := []string{"HOME=/root", "PATH=/x", "A=1"}; !slices.Equal(got, want) {

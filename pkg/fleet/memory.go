@@ -9,6 +9,9 @@ import (
 	"strings"
 	"syscall"
 	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // ProcMemory is what the kernel says a set of address spaces holds, in bytes.
@@ -52,21 +55,39 @@ type Memory struct {
 	// Stubs are the host processes that guest processes run in. Those that
 	// share one address space are counted once.
 	Stubs ProcMemory `json:"stubs"`
+	// Template is set if the sandbox maps pages of the image it was restored
+	// from instead of having copied them.
+	Template *TemplateMemory `json:"template,omitempty"`
+
 	// Client is the attached `runsc run` or `restore` process. A container
 	// manager that starts sandboxes detached does not have it, so it is not
 	// part of Host.
 	Client ProcMemory `json:"client"`
 }
 
+// TemplateMemory is a sandbox's use of a shared template.
+type TemplateMemory struct {
+	// File is the image's file that the sandbox maps.
+	File string `json:"file"`
+	// MappedPSS is this sandbox's proportional part of what is mapped of it.
+	MappedPSS uint64 `json:"mapped_pss"`
+}
+
 // Host is what the sandbox adds to the host's memory: the memfds, what its
-// processes hold besides them, and their page tables. Memory that several
-// sandboxes map (the binary, a shared template) counts in proportion; mapped
-// shared memory is left out of the processes' part because the memfds are
-// counted whole.
+// processes hold besides them, and their page tables. Files that several
+// sandboxes map, such as the binary, count in proportion; mapped shared memory
+// is left out of the processes' part because the memfds are counted whole.
+//
+// A shared template is not in it, not even in part: what the host has to hold
+// of it does not depend on which pages are mapped at the moment. Whoever adds
+// up sandboxes adds CachedBytes of the template once.
 func (m Memory) Host() uint64 {
 	n := m.GuestMemfd + m.OtherMemfd
 	for _, p := range []ProcMemory{m.Sentry, m.Gofer, m.Stubs} {
 		n += p.PSSAnon + p.PSSFile + p.PageTables
+	}
+	if m.Template != nil {
+		n -= min(n, m.Template.MappedPSS)
 	}
 	return n
 }
@@ -95,7 +116,22 @@ func (s *Sandbox) Memory() (Memory, error) {
 			m.OtherMemfd += fd.allocated
 		}
 	}
+	template := s.sharedTemplate(pid)
+	if template != "" {
+		m.Template = &TemplateMemory{File: template}
+	}
+	addTemplate := func(pid int) error {
+		if template == "" {
+			return nil
+		}
+		pss, err := mappedPSS(pid, template)
+		m.Template.MappedPSS += pss
+		return err
+	}
 	if m.Sentry, err = processMemory(pid); err != nil {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	if err := addTemplate(pid); err != nil {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
 	}
 	// A gofer may be absent (EROFS root), a stub may end meanwhile.
@@ -110,6 +146,9 @@ func (s *Sandbox) Memory() (Memory, error) {
 	}
 	for _, p := range uniqueAddressSpaces(stubs) {
 		pm, err := processMemory(p)
+		if err == nil {
+			err = addTemplate(p)
+		}
 		if gone(err) {
 			continue
 		} else if err != nil {
@@ -121,6 +160,109 @@ func (s *Sandbox) Memory() (Memory, error) {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
 	}
 	return m, nil
+}
+
+// pagesFile is what runsc calls the part of an image that holds the pages.
+const pagesFile = "pages.img"
+
+// sharedTemplate returns the pages file of the image that the sandbox was
+// restored from if the Sentry keeps it open, which it does only to share it.
+func (s *Sandbox) sharedTemplate(pid int) string {
+	if s.image == "" {
+		return ""
+	}
+	path := filepath.Join(s.image, pagesFile)
+	want, err := os.Stat(path)
+	if err != nil {
+		return ""
+	}
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ""
+	}
+	for _, e := range entries {
+		if fi, err := os.Stat(filepath.Join(dir, e.Name())); err == nil && os.SameFile(want, fi) {
+			return path
+		}
+	}
+	return ""
+}
+
+// mappedPSS sums the proportional set size of a process's mappings of a file.
+func mappedPSS(pid int, path string) (uint64, error) {
+	fi, err := os.Stat(path)
+	if err != nil {
+		return 0, err
+	}
+	var ino uint64
+	if st, ok := fi.Sys().(*syscall.Stat_t); ok {
+		ino = st.Ino
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
+	if err != nil {
+		return 0, err
+	}
+	return parseMappedPSS(string(b), path, ino), nil
+}
+
+// parseMappedPSS looks for mappings of a file in the text of /proc/PID/smaps.
+// A path may be shown relative to another root, and an overlay file system may
+// show another inode: either is enough.
+func parseMappedPSS(smaps, path string, ino uint64) uint64 {
+	var total uint64
+	ours := false
+	for line := range strings.Lines(smaps) {
+		f := strings.Fields(line)
+		// A mapping begins: 7f00-7f10 r--s 00000000 fe:00 4242 /a/path
+		if len(f) >= 5 && strings.Contains(f[0], "-") && !strings.HasSuffix(f[0], ":") {
+			_, name, _ := strings.Cut(line, f[4])
+			name = strings.TrimSpace(name)
+			n, _ := strconv.ParseUint(f[4], 10, 64)
+			ours = name == path || n != 0 && n == ino && filepath.Base(name) == filepath.Base(path)
+			continue
+		}
+		if ours && len(f) == 3 && f[0] == "Pss:" {
+			if n, err := strconv.ParseUint(f[1], 10, 64); err == nil {
+				total += n << 10
+			}
+		}
+	}
+	return total
+}
+
+// CachedBytes is how much of a file the host holds in its page cache.
+func CachedBytes(path string) (uint64, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, fmt.Errorf("fleet: %w", err)
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return 0, fmt.Errorf("fleet: %w", err)
+	}
+	// A window at a time, to bound the vector.
+	const window = 1 << 30
+	var pages uint64
+	for off := int64(0); off < fi.Size(); off += window {
+		n := int(min(window, fi.Size()-off))
+		// Mapping does not touch the pages, so it does not change the answer.
+		m, err := unix.Mmap(int(f.Fd()), off, n, unix.PROT_READ, unix.MAP_SHARED)
+		if err != nil {
+			return 0, fmt.Errorf("fleet: mapping %s: %w", path, err)
+		}
+		vec := make([]byte, (n+pageSize-1)/pageSize)
+		_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(n), uintptr(unsafe.Pointer(&vec[0])))
+		unix.Munmap(m)
+		if errno != 0 {
+			return 0, fmt.Errorf("fleet: mincore of %s: %w", path, errno)
+		}
+		for _, v := range vec {
+			pages += uint64(v & 1)
+		}
+	}
+	return min(pages*pageSize, uint64(fi.Size())), nil
 }
 
 // gone reports whether a /proc access failed because the process ended.

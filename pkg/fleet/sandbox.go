@@ -44,11 +44,11 @@ func WithOutput(stdout, stderr io.Writer) StartOption {
 // Sandbox is one running (or ended) sandbox. Its methods may be called
 // concurrently; requests are answered one at a time.
 type Sandbox struct {
-	rt     *Runtime
-	id     string
-	bundle string
-	cmd    *exec.Cmd
-	took   time.Duration
+	rt    *Runtime
+	id    string
+	image string // absolute; "" unless restored
+	cmd   *exec.Cmd
+	took  time.Duration
 
 	stdin  *os.File // nil with WithStdin
 	lines  chan string
@@ -73,17 +73,21 @@ type Sandbox struct {
 // right after it ended if it is quick. Its stdin and stdout are driven with
 // Request unless options say otherwise.
 func (r *Runtime) Run(ctx context.Context, id, bundle string, opts ...StartOption) (*Sandbox, error) {
-	return r.start(ctx, id, bundle, opts, "run", "--bundle", bundle, id)
+	return r.start(ctx, id, "", opts, "run", "--bundle", bundle, id)
 }
 
 // Restore starts a sandbox from a checkpoint image, with the bundle (or an
 // equivalent one) the checkpointed sandbox was started with. The new sandbox
 // gets stdio of its own.
 func (r *Runtime) Restore(ctx context.Context, id, bundle, imageDir string, opts ...StartOption) (*Sandbox, error) {
-	return r.start(ctx, id, bundle, opts, "restore", "--bundle", bundle, "--image-path", imageDir, id)
+	imageDir, err := filepath.Abs(imageDir)
+	if err != nil {
+		return nil, fmt.Errorf("fleet: image: %w", err)
+	}
+	return r.start(ctx, id, imageDir, opts, "restore", "--bundle", bundle, "--image-path", imageDir, id)
 }
 
-func (r *Runtime) start(ctx context.Context, id, bundle string, opts []StartOption, args ...string) (*Sandbox, error) {
+func (r *Runtime) start(ctx context.Context, id, image string, opts []StartOption, args ...string) (*Sandbox, error) {
 	var cfg startConfig
 	for _, o := range opts {
 		o(&cfg)
@@ -91,7 +95,7 @@ func (r *Runtime) start(ctx context.Context, id, bundle string, opts []StartOpti
 	s := &Sandbox{
 		rt:       r,
 		id:       id,
-		bundle:   bundle,
+		image:    image,
 		exited:   make(chan struct{}),
 		stopRead: make(chan struct{}),
 		stderr:   &tailBuffer{limit: 64 << 10},
@@ -384,7 +388,7 @@ func (s *Sandbox) readLine(ctx context.Context) (string, error) {
 func (s *Sandbox) endedError() error {
 	select {
 	case <-s.exited:
-	case <-time.After(5 * time.Second):
+	case <-time.After(2 * time.Second):
 		return fmt.Errorf("fleet: sandbox %s closed its standard streams but still runs: %w", s.id, io.EOF)
 	}
 	msg := fmt.Sprintf("fleet: sandbox %s ended with exit code %d", s.id, s.exitCode)
@@ -519,7 +523,14 @@ func agentzip[T any](ctx context.Context, s *Sandbox, verb string) (T, error) {
 	if errors.As(err, &ce) && unknownCommand(string(out)+ce.Stderr) {
 		return v, fmt.Errorf("fleet: %s: %w", s.rt.binary, ErrNoAgentzip)
 	}
-	return v, err
+	// If the sandbox just died, how it died is the better message; the
+	// attached runsc notices a moment later than its control socket.
+	select {
+	case <-s.exited:
+		return v, errors.Join(err, s.endedError())
+	case <-time.After(500 * time.Millisecond):
+		return v, err
+	}
 }
 
 // unknownCommand recognises runsc's usage text, which is what it answers to a

@@ -85,10 +85,10 @@ var demoDefinitions = map[string]string{
 	"committed":                   "guest memory committed by one sandbox, template included. stock: st_blocks of its memory file; agentzip: guest_bytes of its stats",
 	"owned":                       "stock: committed pages whose content differs from the template's page at the same offset (a page that the template lacks counts unless it is all zeros), compared from outside with a fresh clone's memory file; agentzip: owned_bytes of its stats (memory file, compressed store, metadata, pool share)",
 	"owned_outside":               "agentzip owned memory estimated without its stats: st_blocks of the memory file plus what its Sentry's anonymous memory and other memfds exceed the stock Sentry's by",
-	"host":                        "all memory one sandbox adds to the host: memfds by st_blocks, anonymous and file PSS of Sentry, gofer and stubs, page tables; shared files count in proportion",
+	"host":                        "all memory one sandbox adds to the host: memfds by st_blocks, anonymous and file PSS of Sentry, gofer and stubs, page tables; files such as the binary count in proportion; a template that the sandboxes share counts once, as much of it as the page cache holds, in equal parts",
 	"owned_reduction":             "stock owned over agentzip owned, both averaged over all sandboxes and all waits after steps, measured at the end of the wait",
 	"host_reduction":              "stock host over agentzip host, averaged in the same way",
-	"host_reduction_memavailable": "MemAvailable that returns when all stock sandboxes are ended, over the same for agentzip, at the end of the run",
+	"host_reduction_memavailable": "MemAvailable that returns when all stock sandboxes are ended, over the same for agentzip, at the end of the run; a shared template, which MemAvailable takes for free memory, is added once. It includes what other programs did meanwhile",
 	"committed_over_owned":        "agentzip committed over agentzip owned: what compression does to the sandbox's whole memory, template included",
 	"step_time_ratio":             "sum of step wall times, agentzip over stock",
 	"step_time_ratio_median":      "median over all steps of agentzip's time over stock's for the same step of the same clone; less sensitive than the sum to other load on the machine",
@@ -132,18 +132,22 @@ type stepSample struct {
 }
 
 type memorySample struct {
-	System         string           `json:"system"`
-	Clone          int              `json:"clone"`
-	Round          int              `json:"round"`
-	Step           string           `json:"step"`
-	When           string           `json:"when"`
-	IdleSeconds    float64          `json:"idle_seconds"`
-	CommittedBytes uint64           `json:"committed_bytes"`
-	OwnedBytes     uint64           `json:"owned_bytes"`
-	HostBytes      uint64           `json:"host_bytes"`
-	Memory         fleet.Memory     `json:"measured"`
-	Diff           *fleet.GuestDiff `json:"diff,omitempty"`
-	Stats          *control.Stats   `json:"stats,omitempty"`
+	System         string  `json:"system"`
+	Clone          int     `json:"clone"`
+	Round          int     `json:"round"`
+	Step           string  `json:"step"`
+	When           string  `json:"when"`
+	IdleSeconds    float64 `json:"idle_seconds"`
+	CommittedBytes uint64  `json:"committed_bytes"`
+	OwnedBytes     uint64  `json:"owned_bytes"`
+	// HostBytes includes this sandbox's part of TemplateOnceBytes.
+	HostBytes uint64 `json:"host_bytes"`
+	// TemplateOnceBytes is what the host caches of a template that all
+	// sandboxes of this system share; 0 if they copied it.
+	TemplateOnceBytes uint64           `json:"template_once_bytes"`
+	Memory            fleet.Memory     `json:"measured"`
+	Diff              *fleet.GuestDiff `json:"diff,omitempty"`
+	Stats             *control.Stats   `json:"stats,omitempty"`
 }
 
 type settleSample struct {
@@ -171,6 +175,8 @@ type teardownSample struct {
 	AvailableBefore uint64 `json:"memavailable_before"`
 	AvailableAfter  uint64 `json:"memavailable_after"`
 	FreedBytes      int64  `json:"freed_bytes"`
+	// TemplateOnceBytes is the shared template, which is not in FreedBytes.
+	TemplateOnceBytes uint64 `json:"template_once_bytes"`
 }
 
 // waitSummary is one row of the memory table: means over the sandboxes.
@@ -274,7 +280,7 @@ func (r *demoReport) finish(elapsed time.Duration, err error) {
 	r.RestoreTimeRatio = ratio(sum(r.restoreSeconds(judgedName)), sum(r.restoreSeconds(stockName)))
 	freed := make(map[string]float64)
 	for _, t := range r.Teardowns {
-		freed[t.System] = float64(t.FreedBytes)
+		freed[t.System] = float64(t.FreedBytes) + float64(t.TemplateOnceBytes)
 	}
 	if freed[stockName] > 0 && freed[judgedName] > 0 {
 		r.HostReductionMemFree = freed[stockName] / freed[judgedName]
@@ -317,6 +323,17 @@ func (r *demoReport) othersLoad(system string) float64 {
 		}
 	}
 	return mean(v)
+}
+
+// templateOnce is the latest measurement of the template that a system's
+// sandboxes share.
+func (r *demoReport) templateOnce(system string) uint64 {
+	for _, m := range slices.Backward(r.Memory) {
+		if m.System == system {
+			return m.TemplateOnceBytes
+		}
+	}
+	return 0
 }
 
 type outputKey struct {
@@ -490,8 +507,15 @@ func (r *demoReport) print(w io.Writer) {
 		fmt.Fprintln(w, "this runtime has no agentzip stats: its owned memory is measured as stock's is, the memory that differs from the template")
 	}
 	fmt.Fprintln(w, "host = memory files, Sentry, gofer, stubs and page tables")
+	if t := r.templateOnce(judgedName); t > 0 {
+		fmt.Fprintf(w, "       and 1/%d of the %s that the page cache holds of the template the agentzip sandboxes share\n", r.Clones, mib(t))
+	}
 	for _, t := range r.Teardowns {
-		fmt.Fprintf(w, "ending the %d %s sandboxes gave the host back %.0f MiB (MemAvailable)\n", r.Clones, t.System, float64(t.FreedBytes)/(1<<20))
+		shared := ""
+		if t.TemplateOnceBytes > 0 {
+			shared = fmt.Sprintf(", besides %s of shared template", mib(t.TemplateOnceBytes))
+		}
+		fmt.Fprintf(w, "ending the %d %s sandboxes gave the host back %.0f MiB (MemAvailable)%s\n", r.Clones, t.System, float64(t.FreedBytes)/(1<<20), shared)
 	}
 	if r.HostReductionMemFree > 0 {
 		fmt.Fprintf(w, "host reduction by MemAvailable: %s\n", x(r.HostReductionMemFree))
