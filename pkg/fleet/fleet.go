@@ -2,8 +2,9 @@
 // restores them, talks to them, checkpoints them, measures what they cost the
 // host and cleans up whatever it started.
 //
-// It is a client of runsc's command line and of /proc, nothing else, so the
-// same code drives a stock runsc and runsc-agentzip. A typical use:
+// It uses runsc's command line, runsc's state file (for process ids) and /proc,
+// nothing else, so the same code drives a stock runsc and runsc-agentzip. A
+// typical use:
 //
 //	rt, err := fleet.New(fleet.Options{Binary: "bin/runsc-agentzip"})
 //	if err != nil { ... }
