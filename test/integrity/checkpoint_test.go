@@ -2,8 +2,10 @@ package integrity
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -376,6 +378,128 @@ func TestCheckpointWhileEvicting(t *testing.T) {
 	}
 	time.Sleep(time.Second)
 	d.must("verify")
+	verifyBackend(t, m, d.sb)
+	endSandbox(t, d.sb)
+}
+
+// TestPauseResume evicts around and during `runsc pause`.
+func TestPauseResume(t *testing.T) {
+	m := modeIdle(t)
+	rt := newRuntime(t, m)
+	d := startDaemon(t, rt, "paused", daemonBundle(t, 24))
+	runscCmd := func(args ...string) {
+		t.Helper()
+		out, err := exec.Command(rt.Binary(), append([]string{"--root=" + rt.Root()}, args...)...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("runsc %v: %v %s", args, err, out)
+		}
+	}
+	sum := d.must("sum")
+	evict(t, m, d.sb)
+	for range 2 {
+		runscCmd("pause", "paused")
+		evict(t, m, d.sb)
+		runscCmd("resume", "paused")
+		if got := d.must("sum"); got != sum {
+			t.Fatalf("memory is %s after a pause, was %s", got, sum)
+		}
+		d.must("verify")
+		evict(t, m, d.sb)
+	}
+	d.must("verify")
+	verifyBackend(t, m, d.sb)
+	endSandbox(t, d.sb)
+}
+
+// TestAccounting: what the guest and the host's tools are told about the
+// guest's memory does not depend on whether it is evicted.
+func TestAccounting(t *testing.T) {
+	agentzipOnly(t)
+	m := modeIdle(t)
+	// No eviction of its own accord: the figures before have to be those of
+	// resident memory.
+	m.flags = append(m.flags, "--agentzip-idle=10m")
+	rt := newRuntime(t, m)
+	d := startDaemon(t, rt, "account", daemonBundle(t, 96))
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	figures := func() map[string]int64 {
+		t.Helper()
+		res, err := d.sb.Exec(ctx, "/bin/cat", "/proc/meminfo", "/proc/1/status", "/proc/1/statm")
+		if err != nil || res.ExitCode != 0 {
+			t.Fatalf("reading figures: %+v %v", res, err)
+		}
+		got := make(map[string]int64)
+		for line := range strings.Lines(res.Stdout) {
+			f := strings.Fields(line)
+			var kb int64
+			if len(f) == 3 && f[2] == "kB" {
+				fmt.Sscan(f[1], &kb)
+				got[strings.TrimSuffix(f[0], ":")] = kb << 10
+			} else if len(f) == 7 {
+				fmt.Sscan(f[1], &kb)
+				got["statm resident"] = kb << 12
+			}
+		}
+		out, err := exec.Command(rt.Binary(), "--root="+rt.Root(), "events", "--stats", "account").Output()
+		if err != nil {
+			t.Fatalf("runsc events: %v", err)
+		}
+		var ev struct {
+			Data struct {
+				Memory struct {
+					Usage struct {
+						Usage int64 `json:"usage"`
+					} `json:"usage"`
+				} `json:"memory"`
+			} `json:"data"`
+		}
+		if err := json.Unmarshal(out, &ev); err != nil {
+			t.Fatalf("runsc events: %v: %s", err, out)
+		}
+		got["events usage"] = ev.Data.Memory.Usage.Usage
+		return got
+	}
+	d.must("verify")
+	before := figures()
+	evict(t, m, d.sb)
+	evictedNow(t, m, d.sb)
+	after := figures()
+	d.must("verify")
+	again := figures()
+	for _, name := range []string{"MemTotal", "MemFree", "MemAvailable", "Cached", "VmSize", "VmRSS", "VmData", "statm resident", "events usage"} {
+		b, a, r := before[name], after[name], again[name]
+		t.Logf("%-15s %8d KiB resident, %8d evicted, %8d restored", name, b>>10, a>>10, r>>10)
+		const slack = 8 << 20 // the commands that read the figures
+		if a < b-slack || a > b+slack || r < b-slack || r > b+slack {
+			t.Errorf("%s changes with eviction: %d, %d when evicted, %d when restored", name, b, a, r)
+		}
+	}
+	verifyBackend(t, m, d.sb)
+	endSandbox(t, d.sb)
+}
+
+// TestStoreLimit: a full store means that pages stay resident, nothing else.
+func TestStoreLimit(t *testing.T) {
+	b := agentzipOnly(t)
+	const limit = 2 << 20
+	m := mode{name: "store limit", binary: b.path, flags: []string{"--agentzip=on", fmt.Sprintf("--agentzip-store-max=%d", limit)}, evicts: true}
+	rt := newRuntime(t, m)
+	d := startDaemon(t, rt, "full", daemonBundle(t, 48))
+	for range 2 {
+		evict(t, m, d.sb)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		st, err := d.sb.Stats(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if st.StoreBytes > limit*5/4 {
+			t.Errorf("the store holds %d bytes, more than its limit %d", st.StoreBytes, limit)
+		}
+		d.must("work 3000")
+		d.must("verify")
+	}
 	verifyBackend(t, m, d.sb)
 	endSandbox(t, d.sb)
 }

@@ -36,11 +36,48 @@ func modes(t *testing.T) []mode { return distinct(modeForced(t), modeIdle(t), mo
 func TestMemtorture(t *testing.T) {
 	for _, m := range modes(t) {
 		t.Run(m.name, func(t *testing.T) {
-			secs := seconds(20, 300)
+			secs := seconds(15, 300)
 			if !m.evicts {
-				secs = seconds(8, 60)
+				secs = seconds(5, 60)
 			}
-			runGuest(t, m, "memtorture", secs, seedArg(), "--mb=48", "--threads=3", "--tmpfs="+tmpfsDir, "--overlay="+workDir)
+			runMemtorture(t, m, secs, 48, 3)
+		})
+	}
+}
+
+func runMemtorture(t *testing.T, m mode, secs, mb, threads int) {
+	t.Helper()
+	runGuest(t, m, "memtorture", secs, seedArg(), fmt.Sprintf("--mb=%d", mb), fmt.Sprintf("--threads=%d", threads),
+		"--tmpfs="+tmpfsDir, "--overlay="+workDir)
+}
+
+// TestMemtortureSettings runs with settings other than the default ones, and on
+// the other platform, which maps and unmaps by other means.
+func TestMemtortureSettings(t *testing.T) {
+	b := agentzipOnly(t)
+	for _, c := range []struct {
+		name  string
+		long  bool
+		flags []string
+	}{
+		{"ptrace", false, []string{"--platform=ptrace", forceFlag}},
+		{"small units", false, []string{"--agentzip-map-unit=4096", "--agentzip-settle=0", forceFlag}},
+		{"large units", true, []string{"--agentzip-map-unit=2097152", forceFlag}},
+		{"deep at once", true, []string{"--agentzip-deepen-after=0", forceFlag}},
+		{"many workers", true, []string{"--agentzip-workers=8", forceFlag}},
+		{"small store", true, []string{"--agentzip-store-max=4194304", forceFlag}},
+		{"quick idle", true, []string{"--agentzip-idle=10ms", "--agentzip-settle=1ms"}},
+		{"ptrace idle", true, []string{"--platform=ptrace"}},
+		{"very often", true, []string{"--agentzip-test-evict-every=50ms"}},
+		{"no overlay", true, []string{"--overlay2=root:self", forceFlag}},
+		{"no directfs", true, []string{"--directfs=false", forceFlag}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if c.long {
+				longOnly(t)
+			}
+			m := mode{name: c.name, binary: b.path, flags: append([]string{"--agentzip=on"}, c.flags...), evicts: true}
+			runMemtorture(t, m, seconds(6, 60), 32, 3)
 		})
 	}
 }
@@ -50,7 +87,7 @@ func TestMemtortureLarge(t *testing.T) {
 	longOnly(t)
 	for _, m := range distinct(modeForced(t), modeIdle(t)) {
 		t.Run(m.name, func(t *testing.T) {
-			runGuest(t, m, "memtorture", seconds(0, 300), seedArg(), "--mb=512", "--threads=6", "--tmpfs="+tmpfsDir, "--overlay="+workDir)
+			runMemtorture(t, m, seconds(0, 300), 512, 6)
 		})
 	}
 }
@@ -58,7 +95,7 @@ func TestMemtortureLarge(t *testing.T) {
 func TestRacer(t *testing.T) {
 	for _, m := range distinct(modeForced(t), modeIdle(t)) {
 		t.Run(m.name, func(t *testing.T) {
-			runGuest(t, m, "racer", seconds(15, 300), seedArg())
+			runGuest(t, m, "racer", seconds(12, 300), seedArg())
 		})
 	}
 }
@@ -69,7 +106,7 @@ func TestGoGuest(t *testing.T) {
 			if m.name == "idle" {
 				longOnly(t)
 			}
-			runGuest(t, m, "gostress", seconds(8, 120), seedArg())
+			runGuest(t, m, "gostress", seconds(6, 120), seedArg())
 		})
 	}
 }
@@ -105,7 +142,7 @@ func parseLatencies(t *testing.T, out string) map[string]latency {
 // evicted with a run without eviction. The program itself fails on EINTR, on
 // early returns and on lost wakes.
 func TestBlockingCalls(t *testing.T) {
-	secs := seconds(12, 120)
+	secs := seconds(10, 120)
 	ref := modeReference(t)
 	var base map[string]latency
 	for _, m := range distinct(ref, modeForced(t), modeIdle(t)) {

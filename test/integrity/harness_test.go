@@ -737,6 +737,9 @@ func (b *box) finish() {
 	b.t.Helper()
 	b.done()
 	verifyBackend(b.t, b.m, b.sb)
+	if mem, err := b.sb.Memory(); err == nil {
+		b.t.Logf("%s: the memory file holds %d MiB of the host's memory", b.m.name, mem.GuestMemfd>>20)
+	}
 	endSandbox(b.t, b.sb)
 }
 

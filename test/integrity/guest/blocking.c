@@ -83,6 +83,7 @@ static pthread_barrier_t barrier;
 static atomic_int mode;  // 0: on its own, 1: together, 2: stop
 static atomic_long together_ms;
 static atomic_llong free_until;
+static atomic_llong *together_until;  // shared with the process that waits for signals
 
 static void no_eintr(struct wait *w, const char *what) {
   if (errno == EINTR) fail("%s: EINTR from %s although no signal was sent", w->name, what);
@@ -684,6 +685,12 @@ static void signal_child(int64_t end) {
   while (now_ns() < end) {
     int k = below(&g, 4);
     long ms = 20 + below(&g, below(&g, 3) ? 100 : 700);
+    // While the others wait together, wait for as long as they do.
+    int64_t left = atomic_load(together_until) - now_ns();
+    if (left > 200000000) {
+      k = below(&g, 3);
+      ms = left / 1000000;
+    }
     int before = alarms, r = 0;
     sa.sa_flags = k == 3 ? SA_RESTART : 0;
     must(sigaction(SIGALRM, &sa, NULL) == 0, "sigaction");
@@ -753,6 +760,7 @@ int main(int argc, char **argv) {
   sigaddset(&block, SIGUSR2);
   must(pthread_sigmask(SIG_BLOCK, &block, NULL) == 0, "sigmask");
 
+  together_until = map_or_die(1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1);
   pid_t sig = fork();
   must(sig >= 0, "fork");
   if (sig == 0) {
@@ -790,6 +798,7 @@ int main(int argc, char **argv) {
     } else {
       atomic_store(&mode, 1);
       atomic_store(&together_ms, 250 + below(&g, 700));
+      atomic_store(together_until, now_ns() + atomic_load(&together_ms) * 1000000);
     }
     pthread_barrier_wait(&barrier);
     pthread_barrier_wait(&barrier);

@@ -307,7 +307,9 @@ static void *forker(void *arg) {
 static void *victim(void *arg) {
   (void)arg;
   atomic_store(&ctl->victim, (int)syscall(SYS_gettid));
-  while (running()) sleep_ms(20);
+  // Long sleeps, which the tracer interrupts: short ones would keep the sandbox
+  // from ever being idle.
+  while (running()) sleep_ms(1000);
   return NULL;
 }
 
