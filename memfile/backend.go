@@ -374,6 +374,17 @@ func (b *Backend) Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uin
 	return start, end
 }
 
+// AnyEvicted tells whether the file lacks a page of [start, end).
+func (b *Backend) AnyEvicted(start, end uint64) bool {
+	for p, last := pagesOf(start, end); p < last; p++ {
+		switch atomic.LoadUint64(b.table.at(p)) & stateMask {
+		case committing, evicted, busy:
+			return true
+		}
+	}
+	return false
+}
+
 // mapUnit is the configured unit, doubled while a process that touched every
 // other unit of the file could end up with more than 16384 host mappings (the
 // kernel's limit is 65530 by default, and the platform panics beyond it).

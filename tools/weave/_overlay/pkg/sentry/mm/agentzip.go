@@ -153,7 +153,24 @@ func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.Ad
 		}
 		mm.templateMu.Unlock()
 	}
-	return addrs(f.MapWindow(pseg.fileRangeOf(need), lim)), false, nil
+	if !f.Refault(pseg.fileRangeOf(need), lim) {
+		return addrs(f.MapWindow(pseg.fileRangeOf(need), lim)), false, nil
+	}
+	// The pages were taken from the application and are wanted back, so it is
+	// worth filling its page table too: a further fault per page costs more.
+	// Not where that would give memory to pages that never had any.
+	fr := f.MapUnit(pseg.fileRangeOf(need), lim)
+	if err := f.Gate(fr); err != nil {
+		return limit, false, err
+	}
+	perms := pma.effectivePerms
+	if pma.needCOW {
+		perms.Write = false
+	}
+	if !perms.Any() {
+		return addrs(fr), false, nil
+	}
+	return limit, true, mm.as.MapFile(addrs(fr).Start, f, fr, perms, f.AllInMemory(fr))
 }
 
 // mapFaultLocked maps ar for an application that faulted on it.

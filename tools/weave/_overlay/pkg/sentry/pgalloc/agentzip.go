@@ -57,6 +57,9 @@ type PageBackend interface {
 	// Unit is Window without the neighbours beyond the map unit.
 	Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64)
 
+	// AnyEvicted tells whether a page in [start, end) is not in the file.
+	AnyEvicted(start, end uint64) bool
+
 	// EvictedBytes is the size of the pages that the file does not hold but
 	// the guest has committed.
 	EvictedBytes() uint64
@@ -387,6 +390,30 @@ func (f *MemoryFile) GateMapped(fr memmap.FileRange) (bool, error) {
 // Preconditions: f.HasTemplate().
 func (f *MemoryFile) ClearTemplateMapped(fr memmap.FileRange) {
 	f.backend.b.ClearTemplateMapped(fr.Start, fr.End)
+}
+
+// Refault tells whether a page in the map unit around need, limited to limit, is
+// not in the file.
+func (f *MemoryFile) Refault(need, limit memmap.FileRange) bool {
+	if f.backend.b == nil || f.backend.nonResident.Load() == 0 {
+		return false
+	}
+	fr := f.MapUnit(need, limit)
+	return f.backend.b.AnyEvicted(fr.Start, fr.End)
+}
+
+// AllInMemory tells whether every page in fr, which is not large, has memory.
+func (f *MemoryFile) AllInMemory(fr memmap.FileRange) bool {
+	vec := make([]byte, fr.Length()/hostarch.PageSize)
+	if f.Resident(fr.Start, vec) != nil {
+		return false
+	}
+	for _, v := range vec {
+		if v&1 == 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // MapUnit is how much of the file an application's first write to a page of the
