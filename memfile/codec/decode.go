@@ -11,23 +11,31 @@ import (
 // Decoder decodes blobs. It is not safe for concurrent use; it may be kept in
 // a sync.Pool.
 type Decoder struct {
-	z     *zstd.Decoder
-	based *zstd.Decoder
-	// base is the dictionary of based, which holds it by reference.
-	base Page
+	z *zstdDecoder
 	// scratch holds a blob behind its restored headers. Working on a copy also
 	// keeps the decoders away from what lies behind the caller's blob.
 	scratch [len(zstdBasePrefix) + zstdBlockHeader + MaxEncoded]byte
 }
 
+// zstdDecoder decodes frames with and without a base.
+type zstdDecoder struct {
+	*zstd.Decoder
+	// base is the decoder's dictionary: it refers to these bytes and looks at
+	// them when it decodes a frame that names a dictionary, which only frames
+	// with zstdBasePrefix do. So another base takes a copy of 4 KiB and no
+	// allocation.
+	base Page
+}
+
 // NewDecoder returns a Decoder. It costs little until a zstd blob is decoded.
 func NewDecoder() *Decoder { return new(Decoder) }
 
-// Decode restores a page into dst. base is the page the blob was encoded
-// against; only TagTemplate, TagWordDelta and TagZstdBase use it. On success every byte of dst was written. On
+// Decode restores a page into dst. base is the page that the blob was encoded
+// against; TagTemplate, TagWordDelta and TagZstdBase need it, the others ignore
+// it. It must not overlap dst. On success every byte of dst was written. On
 // error the content of dst is undefined; the error wraps ErrCorrupt, ErrNoBase,
-// ErrTag or ErrUnsupported. Any bytes may be given: it does not panic, stays within blob
-// and dst, and allocates at most what a decoder holds anyway.
+// ErrTag or ErrUnsupported. Any bytes may be given: it does not panic, stays
+// within blob, base and dst, and allocates at most what a decoder holds anyway.
 //
 // Success does not mean that the page is the one that was encoded: compare Sum.
 func (d *Decoder) Decode(dst *Page, tag Tag, blob []byte, base *Page) error {
@@ -47,35 +55,34 @@ func (d *Decoder) Decode(dst *Page, tag Tag, blob []byte, base *Page) error {
 			binary.LittleEndian.PutUint64(dst[i:], w)
 		}
 		return nil
-	case TagS2, TagZstd:
-		if len(blob) == 0 || len(blob) > MaxEncoded {
-			return fmt.Errorf("%w: %v blob of %d bytes", ErrCorrupt, tag, len(blob))
-		}
-		if tag == TagS2 {
-			return d.s2(dst, blob)
-		}
-		return d.zstd(dst, blob)
 	case TagTemplate, TagWordDelta, TagZstdBase:
 		if base == nil {
 			return fmt.Errorf("%w: %v", ErrNoBase, tag)
 		}
-		switch {
-		case tag == TagTemplate && len(blob) != 0:
-			return fmt.Errorf("%w: template page with a blob of %d bytes", ErrCorrupt, len(blob))
-		case tag == TagTemplate:
+		if tag == TagTemplate {
+			if len(blob) != 0 {
+				return fmt.Errorf("%w: template page with a blob of %d bytes", ErrCorrupt, len(blob))
+			}
 			*dst = *base
-		case len(blob) == 0 || len(blob) > MaxEncoded:
-			return fmt.Errorf("%w: %v blob of %d bytes", ErrCorrupt, tag, len(blob))
-		case tag == TagWordDelta && !unWordDelta(dst, blob, base):
-			return fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, tag, len(blob))
-		case tag == TagZstdBase:
-			return d.zstdBase(dst, blob, base)
+			return nil
 		}
-		return nil
+	case TagS2, TagZstd:
+		base = nil
 	case TagPool, TagCluster:
 		return fmt.Errorf("%w: %v", ErrUnsupported, tag)
+	default:
+		return fmt.Errorf("%w: %d", ErrTag, uint8(tag))
 	}
-	return fmt.Errorf("%w: %d", ErrTag, uint8(tag))
+	if len(blob) == 0 || len(blob) > MaxEncoded {
+		return fmt.Errorf("%w: %v blob of %d bytes", ErrCorrupt, tag, len(blob))
+	}
+	switch tag {
+	case TagS2:
+		return d.s2(dst, blob)
+	case TagWordDelta:
+		return d.wordDelta(dst, blob, base)
+	}
+	return d.zstd(dst, tag, blob, base)
 }
 
 func (d *Decoder) s2(dst *Page, blob []byte) (err error) {
@@ -86,23 +93,27 @@ func (d *Decoder) s2(dst *Page, blob []byte) (err error) {
 	return finish(dst, TagS2, out, err)
 }
 
-func (d *Decoder) zstd(dst *Page, blob []byte) (err error) {
-	defer d.recovered(TagZstd, &err)
+func (d *Decoder) wordDelta(dst *Page, blob []byte, base *Page) (err error) {
+	defer d.recovered(TagWordDelta, &err)
+	if !standard().decode(dst, blob, base) {
+		err = fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, TagWordDelta, len(blob))
+	}
+	return err
+}
+
+// zstd decodes with the base if there is one.
+func (d *Decoder) zstd(dst *Page, tag Tag, blob []byte, base *Page) (err error) {
+	defer d.recovered(tag, &err)
 	if d.z == nil {
 		d.z = newZstdDecoder()
 	}
-	out, err := d.z.DecodeAll(d.frame(zstdPrefix, blob), dst[:0])
-	return finish(dst, TagZstd, out, err)
-}
-
-func (d *Decoder) zstdBase(dst *Page, blob []byte, base *Page) (err error) {
-	defer d.recovered(TagZstdBase, &err)
-	if d.based == nil {
-		d.based = newZstdDecoder(zstd.WithDecoderDictRaw(1, d.base[:]))
+	prefix := zstdPrefix
+	if base != nil {
+		prefix = zstdBasePrefix
+		d.z.base = *base
 	}
-	d.base = *base
-	out, err := d.based.DecodeAll(d.frame(zstdBasePrefix, blob), dst[:0])
-	return finish(dst, TagZstdBase, out, err)
+	out, err := d.z.DecodeAll(d.frame(prefix, blob), dst[:0])
+	return finish(dst, tag, out, err)
 }
 
 // frame puts headers before blob.
@@ -115,12 +126,12 @@ func (d *Decoder) frame(prefix string, blob []byte) []byte {
 	return d.scratch[:n]
 }
 
-// recovered turns a panic of a library into an error. None is known; but what
+// recovered turns a panic of a decoder into an error. None is known; but what
 // is at stake is the difference between one sandbox that reports a corrupt
 // page and one that takes its Sentry down without a word.
 func (d *Decoder) recovered(tag Tag, err *error) {
 	if r := recover(); r != nil {
-		d.z, d.based = nil, nil // their state is anybody's guess
+		d.z = nil // its state is anybody's guess
 		*err = fmt.Errorf("%w: %v: decoder panicked: %v", ErrCorrupt, tag, r)
 	}
 }
@@ -139,16 +150,19 @@ func finish(dst *Page, tag Tag, out []byte, err error) error {
 	return nil
 }
 
-func newZstdDecoder(opts ...zstd.DOption) *zstd.Decoder {
-	z, err := zstd.NewReader(nil, append(opts,
+func newZstdDecoder() *zstdDecoder {
+	d := new(zstdDecoder)
+	z, err := zstd.NewReader(nil,
 		zstd.WithDecoderConcurrency(1),
 		zstd.WithDecoderLowmem(true),
 		zstd.WithDecoderMaxWindow(PageSize),
 		zstd.WithDecoderMaxMemory(PageSize),
 		zstd.WithDecodeAllCapLimit(true),
-	)...)
+		zstd.WithDecoderDictRaw(zstdBaseID, d.base[:]),
+	)
 	if err != nil {
 		panic("codec: zstd refused constant options: " + err.Error())
 	}
-	return z
+	d.Decoder = z
+	return d
 }

@@ -5,156 +5,568 @@ import (
 	"math/bits"
 )
 
-// TagWordDelta lists the 8-byte words in which a page differs from its base:
+// TagWordDelta: the 8-byte words in which a page differs from its base.
 //
-//	8 bytes            bit n: line n (64 bytes) has a differing word
-//	1 byte per line    bit n: word n of the line differs; never 0
-//	per differing word a control byte, and for the kind "span" its bytes
-//
-// A control byte below spanBase says that the word differs from the base by
-// one of the last differences, most recent first: pointers into an object that
-// moved all differ by the same amount. Any other says which span of the word's
-// bytes differs; the XOR of these bytes follows.
-const (
-	lines        = PageSize / 64
-	deltaHeader  = lines / 8
-	recentDeltas = 3
-	spanBase     = recentDeltas
-	spanEnd      = spanBase + 64
-)
+// A blob is the final state of the range coder and the stride (3 bytes), the
+// coded symbols, and bytes that are not worth coding, the first at the end of
+// the blob and the last next to the symbols. The symbols are, per differing
+// word: the gap since the last one, the op, and what the op needs.
 
-// recent is a move-to-front list of differences.
-type recent [recentDeltas]uint64
+const words = PageSize / 8
 
-func (r *recent) push(d uint64) { r[2], r[1], r[0] = r[1], r[0], d }
+func word(p *Page, i int) uint64       { return binary.LittleEndian.Uint64(p[i*8:]) }
+func putWord(p *Page, i int, v uint64) { binary.LittleEndian.PutUint64(p[i*8:], v) }
 
-func word(p *Page, i int) uint64 { return binary.LittleEndian.Uint64(p[i*8:]) }
-
-// wordDelta encodes p against base into dst. It gives up and returns -1 as soon
-// as the blob is longer than limit; dst must have room for limit and 16 bytes
-// more.
-func wordDelta(dst []byte, p, base *Page, limit int) int {
-	_ = dst[limit+15]
-	var changed uint64
-	for l := range lines {
-		a, b := p[l*64:l*64+64], base[l*64:l*64+64]
-		var d uint64
-		for w := 0; w < 64; w += 8 {
-			d |= binary.LittleEndian.Uint64(a[w:]) ^ binary.LittleEndian.Uint64(b[w:])
-		}
-		if d != 0 {
-			changed |= 1 << l
-		}
+// past returns a word of the page, or of the base, which precedes it.
+func past(p, base *Page, i int) uint64 {
+	if i < 0 {
+		p, i = base, i+words
 	}
-	binary.LittleEndian.PutUint64(dst, changed)
-	masks := deltaHeader
-	o := masks + bits.OnesCount64(changed)
-	if o > limit {
-		return -1
+	return word(p, i)
+}
+
+// wordEncoder makes TagWordDelta blobs.
+type wordEncoder struct {
+	// codes are the symbols so far.
+	codes [maxCodes]code
+	n     int
+	// tail holds bytes that are not coded, the first at its end.
+	tail [words * 8]byte
+	t    int
+
+	stride int
+	ops    [words]op
+	// seen and near hold where a word, or its six high bytes, were last seen,
+	// by hash: a number that is 0 for none and origin for the page's first word.
+	seen, near [256]uint16
+
+	// coded is room for what ransEncode writes.
+	coded [MaxEncoded]byte
+}
+
+// maxCodes is enough for a gap, an op, a distance, a span, their plain bits and
+// two bytes of every word.
+const maxCodes = words*8 + 1
+
+func hashWord(v uint64) uint8 { return uint8(v * 0x9e3779b97f4a7c15 >> 56) }
+
+// bitmap has a bit for every word.
+type bitmap [words / 64]uint64
+
+// differing returns in which words two pages differ.
+func differing(p, base *Page) (m bitmap, n int) {
+	for line := range PageSize / 64 {
+		a, b := p[line*64:][:64], base[line*64:][:64]
+		d0 := binary.LittleEndian.Uint64(a[0:]) ^ binary.LittleEndian.Uint64(b[0:])
+		d1 := binary.LittleEndian.Uint64(a[8:]) ^ binary.LittleEndian.Uint64(b[8:])
+		d2 := binary.LittleEndian.Uint64(a[16:]) ^ binary.LittleEndian.Uint64(b[16:])
+		d3 := binary.LittleEndian.Uint64(a[24:]) ^ binary.LittleEndian.Uint64(b[24:])
+		d4 := binary.LittleEndian.Uint64(a[32:]) ^ binary.LittleEndian.Uint64(b[32:])
+		d5 := binary.LittleEndian.Uint64(a[40:]) ^ binary.LittleEndian.Uint64(b[40:])
+		d6 := binary.LittleEndian.Uint64(a[48:]) ^ binary.LittleEndian.Uint64(b[48:])
+		d7 := binary.LittleEndian.Uint64(a[56:]) ^ binary.LittleEndian.Uint64(b[56:])
+		if d0|d1|d2|d3|d4|d5|d6|d7 == 0 {
+			continue
+		}
+		x := (d0|-d0)>>63 | (d1|-d1)>>63<<1 | (d2|-d2)>>63<<2 | (d3|-d3)>>63<<3 |
+			(d4|-d4)>>63<<4 | (d5|-d5)>>63<<5 | (d6|-d6)>>63<<6 | (d7|-d7)>>63<<7
+		m[line/8] |= x << (line % 8 * 8)
+		n += bits.OnesCount64(x)
 	}
-	var r recent
-	for ; changed != 0; changed &= changed - 1 {
-		l := bits.TrailingZeros64(changed)
-		var mask byte
-		for w := range 8 {
-			a, b := word(p, l*8+w), word(base, l*8+w)
-			if a == b {
+	return m, n
+}
+
+// findStride returns the distance at which differing words resemble earlier
+// words most.
+func findStride(p *Page, changed *bitmap, n int) int {
+	// 64 words tell as much as 512.
+	skip := 1 + n/64
+	var score [maxStride + 1]int
+	k := 0
+	for c, m := range changed {
+		for ; m != 0; m &= m - 1 {
+			if k++; k < skip {
 				continue
 			}
-			mask |= 1 << w
-			switch d := a - b; d {
-			case r[0]:
-				dst[o] = 0
-				o++
-			case r[1]:
-				dst[o] = 1
-				o++
-				r[0], r[1] = d, r[0]
-			case r[2]:
-				dst[o] = 2
-				o++
-				r.push(d)
-			default:
-				r.push(d)
-				x := a ^ b
-				first := bits.TrailingZeros64(x) / 8
-				n := 8 - bits.LeadingZeros64(x)/8 - first
-				dst[o] = byte(spanBase + first*8 + n - 1)
-				binary.LittleEndian.PutUint64(dst[o+1:], x>>(8*first))
-				o += 1 + n
+			k = 0
+			i := c*64 + bits.TrailingZeros64(m)
+			if i < maxStride {
+				continue
 			}
-			if o > limit {
-				return -1
+			x := word(p, i)
+			before := p[(i-maxStride)*8:][:maxStride*8]
+			for s := 1; s <= maxStride; s++ {
+				y := binary.LittleEndian.Uint64(before[(maxStride-s)*8:])
+				score[s] += bits.Len64(zigzag(x - y))
 			}
 		}
-		dst[masks] = mask
-		masks++
 	}
-	return o
+	best := 1
+	for s := 2; s <= maxStride; s++ {
+		if score[s] < score[best] {
+			best = s
+		}
+	}
+	return best
 }
 
-// unWordDelta restores a page. It reports false for a malformed blob.
-func unWordDelta(dst *Page, blob []byte, base *Page) bool {
-	if len(blob) < deltaHeader {
-		return false
+// encode writes a blob of at most limit bytes to dst and returns its length, or
+// -1 if it would be longer or if more than maxChanged words differ.
+func (e *wordEncoder) encode(m *model, dst []byte, p, base *Page, limit, maxChanged int) int {
+	changed, n := differing(p, base)
+	if n > maxChanged || !e.symbols(m, p, base, &changed, n, limit) {
+		return -1
 	}
-	changed := binary.LittleEndian.Uint64(blob)
-	masks := blob[deltaHeader:]
-	n := bits.OnesCount64(changed)
-	if len(masks) < n {
-		return false
-	}
-	in := masks[n:]
-	masks = masks[:n]
-	*dst = *base
-	var r recent
-	for _, mask := range masks {
-		if mask == 0 {
-			return false
+	return e.finish(dst, limit)
+}
+
+// symbols turns a page into symbols and bytes. It reports false when these need
+// more than limit bytes; not every time that happens.
+func (e *wordEncoder) symbols(m *model, p, base *Page, changed *bitmap, n, limit int) bool {
+	stride := findStride(p, changed, n)
+	e.stride = stride
+	e.n, e.t = 0, len(e.tail)
+	clear(e.ops[:])
+	clear(e.seen[:])
+	clear(e.near[:])
+	if n >= everyFrom {
+		for j := range words {
+			e.enter(word(base, j), j-words)
 		}
-		l := bits.TrailingZeros64(changed) * 64
-		changed &= changed - 1
-		for m := uint(mask); m != 0; m &= m - 1 {
-			if len(in) == 0 {
-				return false
+	}
+	var (
+		slide      [slides]uint64
+		value      [2]uint64
+		gap0, gap1 = 1, 1
+		last, prev = -1, opNone
+		again      int
+		up         op
+		done       int
+	)
+	for c := range changed {
+		for mask := changed[c]; mask != 0; mask &= mask - 1 {
+			i := c*64 + bits.TrailingZeros64(mask)
+			x, y := word(p, i), word(base, i)
+
+			// The gap.
+			up = opNone
+			if j := last + 1 - stride; j >= 0 {
+				up = e.ops[j]
 			}
-			at := dst[l+bits.TrailingZeros(m)*8:][:8]
-			b := binary.LittleEndian.Uint64(at)
-			c := int(in[0])
-			in = in[1:]
-			switch {
-			case c == 0:
-				b += r[0]
-			case c == 1:
-				r[0], r[1] = r[1], r[0]
-				b += r[0]
-			case c == 2:
-				r.push(r[2])
-				b += r[0]
-			case c < spanEnd:
-				first, n := (c-spanBase)/8, (c-spanBase)%8+1
-				if first+n > 8 || len(in) < n {
-					return false
+			context := gapContextOf(prev, up)
+			gap := i - last
+			switch gap {
+			case gap0:
+				e.code(m, context, gapSame)
+			case gap1:
+				e.code(m, context, gapBefore)
+				gap0, gap1 = gap, gap0
+			default:
+				gap0, gap1 = gap, gap0
+				sym, extra := bucket(gap)
+				e.code(m, context, gapFirst+sym)
+				e.plain(gap, extra)
+			}
+
+			// The op that costs least.
+			if n >= everyFrom {
+				for ; done < i; done++ {
+					e.enter(word(p, done), done)
 				}
-				var x uint64
-				if len(in) >= 8 {
-					x = binary.LittleEndian.Uint64(in) & (^uint64(0) >> (64 - 8*n))
-				} else {
-					for i, v := range in[:n] {
-						x |= uint64(v) << (8 * i)
+			}
+			up = opNone
+			if i >= stride {
+				up = e.ops[i-stride]
+			}
+			context = opContextOf(prev, up, gap)
+			costs := m.costs[m.tables[context]:][:numOps]
+			d := x - y
+			best, bestCost := opNone, uint32(1<<30)
+			var distance, symbol int
+			var rest uint64
+			try := func(o op, more uint32) {
+				if cost := uint32(costs[o]) + more; cost < bestCost {
+					best, bestCost = o, cost
+				}
+			}
+			switch d {
+			case slide[0]:
+				try(opSlide0, 0)
+			case slide[1]:
+				try(opSlide1, 0)
+			case slide[2]:
+				try(opSlide2, 0)
+			}
+			if x == 0 {
+				try(opZero, 0)
+			}
+			var atStride, atAgain uint64
+			if i >= stride {
+				if atStride = word(p, i-stride); atStride == x {
+					try(opStride, 0)
+				}
+			}
+			if again != 0 && i-again >= -words {
+				if atAgain = past(p, base, i-again); atAgain == x {
+					try(opAgain, 0)
+				}
+			}
+			hx, hn := hashWord(x), hashWord(x>>16)
+			if best == opNone {
+				if j := int(e.seen[hx]) - origin; j >= -words && past(p, base, j) == x {
+					try(opCopy, 8*costBit)
+					distance = i - j
+				}
+				// Differences from predictions.
+				var preds [numOps - opSpan]uint64
+				preds[opBase-opSpan] = x ^ y
+				preds[opPlain-opSpan] = x
+				preds[opOtherSub-opSpan] = zigzag(x - value[1])
+				valid := uint(1<<(opBase-opSpan) | 1<<(opPlain-opSpan) | 1<<(opOtherSub-opSpan))
+				if i >= stride {
+					preds[opStrideXor-opSpan] = x ^ atStride
+					preds[opStrideSub-opSpan] = zigzag(x - atStride)
+					valid |= 1<<(opStrideXor-opSpan) | 1<<(opStrideSub-opSpan)
+				}
+				if again != 0 && i-again >= -words {
+					preds[opAgainXor-opSpan] = x ^ atAgain
+					valid |= 1 << (opAgainXor - opSpan)
+				}
+				if i > 0 {
+					preds[opPrevSub-opSpan] = zigzag(x - word(p, i-1))
+					valid |= 1 << (opPrevSub - opSpan)
+				}
+				for ; valid != 0; valid &= valid - 1 {
+					o := opSpan + op(bits.TrailingZeros(valid))
+					v := preds[o-opSpan]
+					sym := 0
+					if o < opSub {
+						first := bits.TrailingZeros64(v) / 8
+						v >>= first * 8
+						sym = int(spanStart[byteLen(v)]) + first&7
+						if v == 0 {
+							sym = 0
+						}
+					} else {
+						sym = byteLen(v)
+					}
+					cost := uint32(costs[o]) + uint32(m.costs[int(m.tables[spanContextOf(o, up)])+sym])
+					if cost >= bestCost {
+						continue
+					}
+					cost += m.byteCosts(o, v, byteLen(v))
+					if cost < bestCost {
+						best, bestCost, symbol, rest = o, cost, sym, v
 					}
 				}
-				in = in[n:]
-				a := b ^ x<<(8*first)
-				r.push(a - b)
-				b = a
+				if j := int(e.near[hn]) - origin; j >= -words && past(p, base, j)>>16 == x>>16 {
+					before := best
+					try(opNear, 8*costBit+m.byteCosts(opNear, x&0xffff, 2))
+					if best != before {
+						distance = i - j
+					}
+				}
+			}
+			if n < everyFrom {
+				e.seen[hx], e.near[hn] = uint16(i+origin), uint16(i+origin)
+			}
+
+			e.code(m, context, int(best))
+			switch {
+			case best == opCopy:
+				e.distance(m, best, distance)
+				again = distance
+			case best == opNear:
+				e.distance(m, best, distance)
+				e.literal(m, best, x&0xffff, 2)
+			case best >= opSpan:
+				e.code(m, spanContextOf(best, up), symbol)
+				e.literal(m, best, rest, byteLen(rest))
+			}
+			switch best {
+			case opSlide0:
+			case opSlide1:
+				slide[0], slide[1] = d, slide[0]
+			case opSlide2:
+				slide[0], slide[1], slide[2] = d, slide[0], slide[1]
 			default:
+				slide[0], slide[1], slide[2] = d, slide[0], slide[1]
+				value[0], value[1] = x, value[0]
+			}
+			e.ops[i] = best
+			last, prev = i, best
+			if len(e.tail)-e.t > limit {
 				return false
 			}
-			binary.LittleEndian.PutUint64(at, b)
 		}
 	}
-	return len(in) == 0
+	up = opNone
+	if j := last + 1 - stride; j >= 0 {
+		up = e.ops[j]
+	}
+	e.code(m, gapContextOf(prev, up), gapEnd)
+	return true
 }
 
-func putWord(p *Page, i int, v uint64) { binary.LittleEndian.PutUint64(p[i*8:], v) }
+// Where this many words differ, opCopy and opNear may take any word of the page
+// or the base; where fewer differ only words that differ, because the time for
+// the rest is not worth it.
+const everyFrom = 64
+
+const origin = words + 1
+
+func (e *wordEncoder) enter(v uint64, i int) {
+	e.seen[hashWord(v)] = uint16(i + origin)
+	e.near[hashWord(v>>16)] = uint16(i + origin)
+}
+
+// finish makes a blob of what symbols found.
+func (e *wordEncoder) finish(dst []byte, limit int) int {
+	tail := e.tail[e.t:]
+	room := limit - 3 - len(tail)
+	if room < 0 {
+		return -1
+	}
+	at, state := ransEncode(e.coded[len(e.coded)-room:], e.codes[:e.n])
+	if at < 0 {
+		return -1
+	}
+	state |= uint32(e.stride-1) << stateBits
+	dst[0], dst[1], dst[2] = byte(state), byte(state>>8), byte(state>>16)
+	o := 3
+	o += copy(dst[o:], e.coded[len(e.coded)-room+at:])
+	return o + copy(dst[o:], tail)
+}
+
+func (e *wordEncoder) code(m *model, context, sym int) {
+	e.codes[e.n] = m.codes[int(m.tables[context])+sym]
+	e.n++
+}
+
+func (e *wordEncoder) plain(v, n int) {
+	if n > 0 {
+		e.codes[e.n] = plainCode(v, n)
+		e.n++
+	}
+}
+
+func (e *wordEncoder) distance(m *model, o op, d int) {
+	sym, extra := bucket(d)
+	e.code(m, distContextOf(o), sym)
+	e.plain(d, extra)
+}
+
+// literal writes n bytes of v: the first and the last by their statistics, if
+// they have any, and what is between as it is.
+func (e *wordEncoder) literal(m *model, o op, v uint64, n int) {
+	if n == 0 {
+		return
+	}
+	context := byteContextOf(o, n)
+	if t := m.tables[context]; t != plainTable {
+		e.codes[e.n] = m.codes[int(t)+int(byte(v))]
+		e.n++
+		v >>= 8
+		n--
+		if n == 0 {
+			return
+		}
+	}
+	if t := m.tables[context+1]; t != plainTable {
+		n--
+		e.codes[e.n] = m.codes[int(t)+int(byte(v>>(8*n)))]
+		e.n++
+	}
+	e.t -= n
+	for i := range n {
+		e.tail[e.t+i] = byte(v >> (8 * i))
+	}
+}
+
+// byteCosts is the cost of what literal writes.
+func (m *model) byteCosts(o op, v uint64, n int) uint32 {
+	if n == 0 {
+		return 0
+	}
+	context := byteContextOf(o, n)
+	cost := uint32(n) * 8 * costBit
+	if t := m.tables[context]; t != plainTable {
+		cost += uint32(m.costs[int(t)+int(byte(v))]) - 8*costBit
+	}
+	if n > 1 {
+		if t := m.tables[context+1]; t != plainTable {
+			cost += uint32(m.costs[int(t)+int(byte(v>>(8*n-8)))]) - 8*costBit
+		}
+	}
+	return cost
+}
+
+// decode restores a page. It reports false for a malformed blob.
+func (m *model) decode(dst *Page, blob []byte, base *Page) bool {
+	if len(blob) < 3 {
+		return false
+	}
+	x := uint32(blob[0]) | uint32(blob[1])<<8 | uint32(blob[2])<<16
+	stride := int(x>>stateBits) + 1
+	x &= 1<<stateBits - 1
+	// Symbols are read from in[pos:], plain bytes from the end of in.
+	in, pos := blob[3:], 0
+	*dst = *base
+	var (
+		ops        [words]op
+		slide      [slides]uint64
+		value      [2]uint64
+		gap0, gap1 = 1, 1
+		last, prev = -1, opNone
+		again      int
+		sym        uint32
+	)
+	for {
+		up := opNone
+		if j := last + 1 - stride; j >= 0 {
+			up = ops[j]
+		}
+		sym, pos, x = m.symbol(in, pos, x, m.tables[gapContextOf(prev, up)])
+		gap := gap0
+		switch sym {
+		case gapSame:
+		case gapBefore:
+			gap = gap1
+			gap0, gap1 = gap1, gap0
+		case gapEnd:
+			return x == ransLow && pos == len(in)
+		default:
+			var extra, v int
+			gap, extra = unbucket(int(sym) - gapFirst)
+			if extra > 0 {
+				v, pos, x = ransPlain(in, pos, x, extra)
+				gap += v
+			}
+			gap0, gap1 = gap, gap0
+		}
+		i := last + gap
+		if i >= words {
+			return false
+		}
+
+		up = opNone
+		if i >= stride {
+			up = ops[i-stride]
+		}
+		sym, pos, x = m.symbol(in, pos, x, m.tables[opContextOf(prev, up, gap)])
+		o := op(sym)
+		y := word(base, i)
+		var w uint64
+		switch o {
+		case opNone:
+			return false
+		case opSlide0:
+			w = y + slide[0]
+		case opSlide1:
+			slide[0], slide[1] = slide[1], slide[0]
+			w = y + slide[0]
+		case opSlide2:
+			slide[0], slide[1], slide[2] = slide[2], slide[0], slide[1]
+			w = y + slide[0]
+		case opZero, opPlain:
+		case opStride, opStrideXor, opStrideSub:
+			if i < stride {
+				return false
+			}
+			w = word(dst, i-stride)
+		case opAgain, opAgainXor:
+			if again == 0 || i-again < -words {
+				return false
+			}
+			w = past(dst, base, i-again)
+		case opCopy, opNear:
+			sym, pos, x = m.symbol(in, pos, x, m.tables[distContextOf(o)])
+			distance, extra := unbucket(int(sym))
+			if extra > 0 {
+				var v int
+				v, pos, x = ransPlain(in, pos, x, extra)
+				distance += v
+			}
+			if i-distance < -words {
+				return false
+			}
+			w = past(dst, base, i-distance)
+			if o == opCopy {
+				again = distance
+			}
+		case opBase:
+			w = y
+		case opPrevSub:
+			if i == 0 {
+				return false
+			}
+			w = word(dst, i-1)
+		case opOtherSub:
+			w = value[1]
+		}
+		if o >= opLiteral {
+			s := span{0, 2}
+			if o >= opSpan {
+				sym, pos, x = m.symbol(in, pos, x, m.tables[spanContextOf(o, up)])
+				if o >= opSub {
+					if sym > 8 {
+						return false
+					}
+					s.n = uint8(sym)
+				} else {
+					s = spans[sym]
+				}
+			}
+			var v uint64
+			if n := int(s.n); n > 0 {
+				context := byteContextOf(o, n)
+				plain, shift := n, 0
+				if t := m.tables[context]; t != plainTable {
+					sym, pos, x = m.symbol(in, pos, x, t)
+					v = uint64(sym)
+					plain--
+					shift = 8
+				}
+				if plain > 0 {
+					if t := m.tables[context+1]; t != plainTable {
+						sym, pos, x = m.symbol(in, pos, x, t)
+						v |= uint64(sym) << (8*n - 8)
+						plain--
+					}
+					if plain > 0 {
+						at := len(in) - plain
+						if at < pos {
+							return false
+						}
+						var u uint64
+						if at >= 8-plain {
+							// The bytes before do no harm.
+							u = binary.LittleEndian.Uint64(in[at+plain-8:]) >> (64 - 8*plain)
+						} else {
+							for k, b := range in[at:] {
+								u |= uint64(b) << (8 * k)
+							}
+						}
+						in = in[:at]
+						v |= u << shift
+					}
+				}
+			}
+			switch {
+			case o >= opSub:
+				w += unzigzag(v)
+			case o == opNear:
+				w = w&^0xffff | v
+			default:
+				w ^= v << (8 * s.first)
+			}
+		}
+		putWord(dst, i, w)
+		if o > opSlide2 {
+			slide[0], slide[1], slide[2] = w-y, slide[0], slide[1]
+			value[0], value[1] = w, value[0]
+		}
+		ops[i] = o
+		last, prev = i, o
+	}
+}
