@@ -194,9 +194,9 @@ func (h *fakeHost) delay() {
 		return
 	}
 	switch rand.IntN(64) {
-	case 0:
+	case 0, 1:
 		time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
-	case 1, 2, 3, 4:
+	case 2, 3, 4, 5:
 		runtime.Gosched()
 	}
 }
@@ -253,6 +253,26 @@ func (h *fakeHost) EndAccess(marked []Range, unmark func(Range), deadline time.T
 		}
 	}
 	return nil
+}
+
+// Premap maps pages that applications are expected to access. Not every address
+// space can be had at any time.
+func (h *fakeHost) Premap(ranges []Range, stop func() bool) {
+	h.spacesMu.Lock()
+	defer h.spacesMu.Unlock()
+	for s := range h.spaces {
+		if stop() || !s.mu.TryRLock() {
+			continue
+		}
+		for _, p := range s.extents {
+			for _, r := range ranges {
+				if r = (Range{max(r.Start, p.Start), min(r.End, p.End)}); r.Start < r.End {
+					_ = s.mapFile(p, r)
+				}
+			}
+		}
+		s.mu.RUnlock()
+	}
 }
 
 func (h *fakeHost) Fatal(msg string) { panic(fatalError(msg)) }
@@ -618,8 +638,12 @@ func (s *space) fault(p uint64, write bool) bool {
 			b.ClearTemplateMapped(r.Start, r.End)
 			return true
 		}
-		// mapWindowLocked
+		// mapWindowLocked. The lock is held until the page is mapped from
+		// wherever it is: a mapping of the file, made here, may otherwise be
+		// written to, and then be replaced by one of the template that somebody
+		// else is about to make.
 		s.templateMu.Lock()
+		defer s.templateMu.Unlock()
 		start, end, off, ok := b.TemplateWindow(need.Start, pma.Start, pma.End)
 		if ok {
 			r := Range{start, end}
@@ -629,23 +653,38 @@ func (s *space) fault(p uint64, write bool) bool {
 					panic(fmt.Sprintf("page %#x is template page %d, mapped from offset %#x for %#x", p<<pageShift, want, off, start))
 				}
 			})
+			s.h.delay()
 			s.remap(r, mappedTemplate)
-			s.templateMu.Unlock()
 			return true
 		}
-		s.templateMu.Unlock()
 	}
 	win := s.h.window(need, pma.Range)
 	mustContain(win, need, pma.Range)
-	if s.h.gate(win) != nil {
-		return false
+	return s.mapFileLocked(pma, win) == nil
+}
+
+// mapFile maps a part of a pma. The caller has mu locked.
+func (s *space) mapFile(p pma, r Range) error {
+	if s.mayMapTemplate(p) {
+		s.templateMu.Lock()
+		defer s.templateMu.Unlock()
 	}
-	if pma.needCOW {
-		s.remap(win, mappedFileRO)
+	return s.mapFileLocked(p, r)
+}
+
+// mapFileLocked is mapFile with templateMu locked, if it matters.
+func (s *space) mapFileLocked(p pma, r Range) error {
+	s.h.delay()
+	if err := s.h.gate(r); err != nil {
+		return err
+	}
+	s.h.delay()
+	if p.needCOW {
+		s.remap(r, mappedFileRO)
 	} else {
-		s.remap(win, mappedFile)
+		s.remap(r, mappedFile)
 	}
-	return true
+	return nil
 }
 
 func mustContain(win, need, limit Range) {

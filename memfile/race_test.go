@@ -25,6 +25,7 @@ func (h *tinyHost) ReadAt(p []byte, off uint64) error  { copy(p, h.mem[off:]); r
 func (h *tinyHost) WriteAt(p []byte, off uint64) error { copy(h.mem[off:], p); return nil }
 func (h *tinyHost) Punch(r Range) error                { clear(h.mem[r.Start:r.End]); return nil }
 func (h *tinyHost) HeldBytes() (uint64, error)         { return uint64(len(h.mem)), nil }
+func (h *tinyHost) Premap([]Range, func() bool)        {}
 func (h *tinyHost) Fatal(msg string)                   { panic(fatalError(msg)) }
 
 func (h *tinyHost) Resident(off uint64, vec []byte) error {

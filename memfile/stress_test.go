@@ -236,7 +236,7 @@ func (s *stress) run(t *testing.T, d time.Duration) {
 // while every page that is equal to the template's goes back to it.
 func TestStressTemplate(t *testing.T) {
 	opts := DefaultOptions()
-	opts.MapUnit = PageSize
+	opts.MapUnit = 2 * PageSize
 	h := newFakeHost(t, 512, &opts)
 	s := newStress(h)
 	s.spaces = s.spaces[:2]

@@ -217,6 +217,9 @@ func TestRoundTrip(t *testing.T) {
 		if held-after != 48*PageSize || f.b.EvictedBytes() != 48*PageSize {
 			t.Errorf("%v: %d bytes were held, now %d, and %d are evicted", tier, held, after, f.b.EvictedBytes())
 		}
+		if !f.b.AnyEvicted(f.r.Start, f.r.End) || f.b.AnyEvicted(f.r.Start+6*PageSize, f.r.Start+8*PageSize) || f.b.AnyEvicted(f.r.End, f.r.End+PageSize) {
+			t.Errorf("%v: AnyEvicted", tier)
+		}
 		vec := make([]byte, 66)
 		vec[65] = 2
 		f.b.OverlayCommitted(f.r.Start-PageSize, vec)
