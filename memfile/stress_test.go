@@ -160,16 +160,23 @@ func (s *stress) run(t *testing.T, d time.Duration) {
 		outcomes[fmt.Sprintf(format, args...)]++
 	}
 	benign := func(op string, err error) {
-		switch {
-		case err == nil:
+		if err == nil {
 			note("%s", op)
-		case errors.Is(err, ErrStopped), errors.Is(err, ErrInhibited), errors.Is(err, errBusy),
-			errors.Is(err, unix.EIO), errors.Is(err, unix.EINTR), errors.Is(err, unix.ENOMEM),
-			strings.Contains(err.Error(), "too long"), strings.Contains(err.Error(), "too busy"):
-			note("%s: %v", op, err)
-		default:
-			panic(fmt.Sprintf("%s: %v", op, err))
+			return
 		}
+		for _, is := range []error{ErrStopped, ErrInhibited, errBusy, unix.EIO, unix.EINTR, unix.ENOMEM} {
+			if errors.Is(err, is) {
+				note("%s: %v", op, is)
+				return
+			}
+		}
+		for _, says := range []string{"too long", "too busy"} {
+			if strings.Contains(err.Error(), says) {
+				note("%s: %s", op, says)
+				return
+			}
+		}
+		panic(fmt.Sprintf("%s: %v", op, err))
 	}
 	for i := range 2 {
 		s.loop(func(rnd *rand.Rand) {
@@ -185,6 +192,16 @@ func (s *stress) run(t *testing.T, d time.Duration) {
 			}
 			benign("evict", err)
 			time.Sleep(time.Duration(rnd.IntN(3000)) * time.Microsecond)
+		})
+	}
+	if p, ok := any(b).(interface {
+		Prefetch(stop func() bool) (uint64, error)
+	}); ok {
+		s.loop(func(rnd *rand.Rand) {
+			end := time.Now().Add(time.Duration(rnd.IntN(5)) * time.Millisecond)
+			_, err := p.Prefetch(func() bool { return time.Now().After(end) })
+			benign("prefetch", err)
+			time.Sleep(time.Duration(rnd.IntN(20)) * time.Millisecond)
 		})
 	}
 	s.loop(func(rnd *rand.Rand) {
