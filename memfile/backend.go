@@ -9,6 +9,7 @@ import (
 
 	"runsc-agentzip/memfile/arena"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/prefetch"
 )
 
 // A Range is a part of the memory file: bytes, Start <= offset < End. Both are
@@ -45,6 +46,11 @@ type Host interface {
 	// after all, gives up with an error at the deadline, and soon after stop
 	// returns true.
 	EndAccess(marked []Range, unmark func(Range), deadline time.Time, stop func() bool) error
+
+	// Premap maps the ranges, which are resident and sorted, into every address
+	// space that has them and would fault on them. It ends soon after stop
+	// returns true.
+	Premap(ranges []Range, stop func() bool)
 
 	// Fatal ends the sandbox at once with the message. It does not return.
 	Fatal(msg string)
@@ -145,6 +151,13 @@ type Backend struct {
 	mapTemplate bool
 	extents     atomic.Pointer[[]extent]
 
+	// history predicts what a resume wants. Steps end when an eviction begins.
+	history *prefetch.History
+
+	// resume is set while a wait lasts whose end is to be told of: see
+	// AwaitResume.
+	resume atomic.Pointer[resume]
+
 	stats counters
 }
 
@@ -164,6 +177,7 @@ func New(host Host, opts Options) (*Backend, error) {
 		host:      host,
 		opts:      opts,
 		store:     store,
+		history:   prefetch.New(),
 		restoring: make(chan struct{}, opts.Restorers),
 	}
 	b.restorers.New = func() any { return new(restorer) }
@@ -372,6 +386,44 @@ func (b *Backend) Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uin
 		end = e
 	}
 	return start, end
+}
+
+// maxStreak is by how many units a fault's own unit grows at most, 512 KiB.
+const maxStreak = 7
+
+// Refault is for a fault on the page at byte need. If the file lacks a page of
+// the map unit around it, it returns what to restore and map: the unit, and as
+// many after it (or before it) as there are units in memory in a row before it
+// (or after it), since memory that is walked through costs a fault per unit.
+func (b *Backend) Refault(need, limStart, limEnd uint64) (start, end uint64, refault bool) {
+	start, end = b.Unit(need, need+PageSize, limStart, limEnd)
+	if !b.AnyEvicted(start, end) {
+		b.history.Used(need >> pageShift)
+		return start, end, false
+	}
+	unit := b.mapUnit()
+	inMemory := func(off uint64) bool {
+		return atomic.LoadUint64(b.table.at(off>>pageShift))&stateMask == resident
+	}
+	n := uint64(0)
+	for s := start; n < maxStreak && s >= limStart+unit && inMemory(s-PageSize) && inMemory(s-unit); s -= unit {
+		n++
+	}
+	if n > 0 {
+		// Pages of the template are cheaper to map from there, if they are
+		// reached at all.
+		for ; n > 0 && end < limEnd && !isTemplate(atomic.LoadUint64(b.table.at(end>>pageShift))); n-- {
+			end = min(end+unit, limEnd)
+		}
+		return start, end, true
+	}
+	for e := end; n < maxStreak && e+unit <= limEnd && inMemory(e) && inMemory(e+unit-PageSize); e += unit {
+		n++
+	}
+	for ; n > 0 && start > limStart && !isTemplate(atomic.LoadUint64(b.table.at(start>>pageShift-1))); n-- {
+		start = max(start-min(unit, start), limStart)
+	}
+	return start, end, true
 }
 
 // AnyEvicted tells whether the file lacks a page of [start, end).

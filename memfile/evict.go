@@ -63,6 +63,7 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	if err := b.passError(stop); err != nil {
 		return EvictResult{}, err
 	}
+	b.history.EndStep()
 	abortedBefore := b.stats.aborted.Load()
 	var res EvictResult
 	marked, n, err := b.mark()

@@ -99,7 +99,7 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 	b.waiters.wake(first, first+n)
 	cause.Add(n)
 	if cause == &b.stats.demand && n != 0 {
-		b.stats.restoreNS.add(time.Since(start))
+		b.demanded(first, first+n, time.Since(start))
 	}
 	return n, nil
 }

@@ -100,7 +100,7 @@ func (b *Backend) Stats() control.Stats {
 	st := b.store.Stats()
 	s.ResidentBytes = held
 	s.StoreBytes = st.HeldBytes
-	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes
+	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes + b.history.MetadataBytes()
 	s.OwnedBytes = s.ResidentBytes + s.StoreBytes + s.MetadataBytes + s.PoolShareBytes
 	s.GuestBytes = held + b.EvictedBytes()
 
@@ -119,6 +119,8 @@ func (b *Backend) Stats() control.Stats {
 	s.Faults.Demand = b.stats.demand.Load()
 	s.Faults.Prefetched = b.stats.prefetched.Load()
 	s.Faults.Aborted = b.stats.aborted.Load()
+	q := b.history.Quality()
+	s.Prefetch = control.Prefetch{Precision: q.Precision(), Recall: q.Recall()}
 	s.EvictedPagesTotal = b.stats.evictedTotal.Load()
 	s.RestoredPagesTotal = b.stats.restored.Load()
 	s.RestoreNS = b.stats.restoreNS.snapshot()

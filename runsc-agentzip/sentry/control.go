@@ -178,6 +178,7 @@ func newControl(k *kernel.Kernel, conf *config.Config) any {
 	d := newDriver(k, f, b, settings{
 		idle:           conf.AgentzipIdle,
 		settle:         conf.AgentzipSettle,
+		prefetch:       conf.AgentzipPrefetch == "on",
 		deepenAfter:    conf.AgentzipDeepenAfter,
 		testEvictEvery: conf.AgentzipTestEvictEvery,
 	})

@@ -21,6 +21,10 @@ import (
 // begins to work.
 const pollInterval = 20 * time.Millisecond
 
+// resumeFaults is how many accesses to evicted memory make a resume. A timer in
+// the guest needs fewer pages than that for its beat.
+const resumeFaults = 4
+
 // idleFloor is how much memory must have come back since the last eviction for
 // another one to be worth its scan, in bytes. It keeps a heartbeat timer in the
 // guest from causing an eviction per beat.
@@ -45,6 +49,8 @@ type driver struct {
 // settings are the driver's share of the configuration.
 type settings struct {
 	idle, settle, deepenAfter, testEvictEvery time.Duration
+
+	prefetch bool
 }
 
 func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, conf settings) *driver {
@@ -93,10 +99,17 @@ func (d *driver) run() {
 	}
 	det := phase.NewDetector(d.conf.idle)
 	var heldAfter uint64
+	var resumed <-chan struct{}
 	for {
 		// Working.
 		if d.k.RunningTasks() != 0 {
 			d.setWaiting(false)
+			select {
+			case <-resumed:
+				resumed = nil
+				d.prefetch()
+			default:
+			}
 			if !d.sleep(pollInterval) {
 				return
 			}
@@ -136,6 +149,7 @@ func (d *driver) run() {
 			res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 			work = time.Since(waitStart)
 			logEvict(res, err)
+			resumed = d.b.AwaitResume(resumeFaults)
 			if err == nil {
 				heldAfter, _ = d.b.HeldBytes()
 			} else {
@@ -171,7 +185,47 @@ func (d *driver) run() {
 			return
 		}
 		d.setWaiting(false)
+		// Work that needs its memory back shows at once.
+		select {
+		case <-resumed:
+			resumed = nil
+			d.prefetch()
+		case <-d.stop:
+			return
+		case <-time.After(pollInterval):
+		}
 		det.Ended(phase.Wait{Length: time.Since(waitStart), Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
+	}
+}
+
+// prefetch brings back what the step that has begun is predicted to want, as
+// long as it lasts.
+func (d *driver) prefetch() {
+	if !d.conf.prefetch {
+		return
+	}
+	start := time.Now()
+	idle := 0
+	last := start
+	n, err := d.b.Prefetch(func() bool {
+		select {
+		case <-d.stop:
+			return true
+		default:
+		}
+		// Tasks may block for a moment in the middle of a step.
+		if now := time.Now(); now.Sub(last) > time.Millisecond {
+			last = now
+			if d.k.RunningTasks() == 0 {
+				idle++
+			} else {
+				idle = 0
+			}
+		}
+		return idle > 20
+	})
+	if n != 0 || err != nil {
+		log.Debugf("agentzip: prefetched %d pages in %v (%v)", n, time.Since(start), err)
 	}
 }
 

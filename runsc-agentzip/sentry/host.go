@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"sort"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -95,6 +96,16 @@ func (h *host) EndAccess(marked []memfile.Range, unmark func(memfile.Range), dea
 	return mm.UnmapFile(h.f, frs, func(fr memmap.FileRange) {
 		unmark(memfile.Range{Start: fr.Start, End: fr.End})
 	}, deadline, func() bool { return !stop() })
+}
+
+// Premap implements memfile.Host.Premap.
+func (h *host) Premap(ranges []memfile.Range, stop func() bool) {
+	frs := make([]memmap.FileRange, len(ranges))
+	for i, r := range ranges {
+		frs[i] = memmap.FileRange{Start: r.Start, End: r.End}
+	}
+	sort.Slice(frs, func(i, j int) bool { return frs[i].Start < frs[j].Start })
+	mm.PremapFile(h.f, frs, stop)
 }
 
 // Fatal implements memfile.Host.Fatal. The message goes where somebody may see

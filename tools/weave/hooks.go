@@ -255,6 +255,7 @@ const agentzipConfigFields = `
 	AgentzipWorkers        uint          ` + "`flag:\"agentzip-workers\"`" + `
 	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `
 	AgentzipTemplate       string        ` + "`flag:\"agentzip-template\"`" + `
+	AgentzipPrefetch       string        ` + "`flag:\"agentzip-prefetch\"`" + `
 	AgentzipTestEvictEvery time.Duration ` + "`flag:\"agentzip-test-evict-every\"`" + `
 	AgentzipTestCorrupt    uint          ` + "`flag:\"agentzip-test-corrupt\"`" + `
 `

@@ -46,6 +46,7 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Uint("agentzip-workers", 1, "goroutines that compress during an eviction, 1 to 64.")
 	flagSet.Uint("agentzip-store-max", 0, "largest size in bytes of the compressed store; 0 is no limit.")
 	flagSet.String("agentzip-template", "map", "how a restored sandbox uses the pages of an uncompressed checkpoint: map (map them into applications until they are written to), copy (copy each when it is used), load (read all of them at once, as stock runsc does).")
+	flagSet.String("agentzip-prefetch", "on", "restore what a step is predicted to want as soon as it begins: on or off.")
 	flagSet.Duration("agentzip-test-evict-every", 0, "TEST ONLY: evict everything eligible this often, whatever the tasks do.")
 	flagSet.Uint("agentzip-test-corrupt", 0, "TEST ONLY: flip a bit in the n-th stored page, to see that the checksum catches it.")
 }
@@ -79,6 +80,9 @@ func (c *Config) validateAgentzip() error {
 	case "map", "copy", "load":
 	default:
 		return fmt.Errorf("--agentzip-template=%s: must be map, copy or load", c.AgentzipTemplate)
+	}
+	if v := c.AgentzipPrefetch; v != "on" && v != "off" {
+		return fmt.Errorf("--agentzip-prefetch=%s: must be on or off", v)
 	}
 	if s := c.AgentzipStoreMax; s != 0 && s < 1<<20 {
 		return fmt.Errorf("--agentzip-store-max=%d: must be 0 or at least 1048576 bytes", s)

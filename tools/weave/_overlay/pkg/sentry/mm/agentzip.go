@@ -153,24 +153,106 @@ func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.Ad
 		}
 		mm.templateMu.Unlock()
 	}
-	if !f.Refault(pseg.fileRangeOf(need), lim) {
+	fr, refault := f.Refault(pseg.fileRangeOf(need), lim)
+	if !refault {
 		return addrs(f.MapWindow(pseg.fileRangeOf(need), lim)), false, nil
 	}
-	// The pages were taken from the application and are wanted back, so it is
-	// worth filling its page table too: a further fault per page costs more.
-	// Not where that would give memory to pages that never had any.
-	fr := f.MapUnit(pseg.fileRangeOf(need), lim)
+	return limit, true, mm.mapRestoredLocked(pseg, addrs(fr))
+}
+
+// mapRestoredLocked maps ar, a part of pseg whose pages were taken from the
+// application and are wanted back. It fills page tables too, since a further
+// fault per page would cost more, but not where that would give memory to pages
+// that never had any.
+//
+// Preconditions: as mapASLocked.
+func (mm *MemoryManager) mapRestoredLocked(pseg pmaIterator, ar hostarch.AddrRange) error {
+	pma := pseg.ValuePtr()
+	f := pma.file.(*pgalloc.MemoryFile)
+	fr := pseg.fileRangeOf(ar)
 	if err := f.Gate(fr); err != nil {
-		return limit, false, err
+		return err
 	}
 	perms := pma.effectivePerms
 	if pma.needCOW {
 		perms.Write = false
 	}
 	if !perms.Any() {
-		return addrs(fr), false, nil
+		return nil
 	}
-	return limit, true, mm.as.MapFile(addrs(fr).Start, f, fr, perms, f.AllInMemory(fr))
+	if !mayMapTemplate(f, pma) {
+		return mm.as.MapFile(ar.Start, f, fr, perms, f.AllInMemory(fr))
+	}
+	mm.templateMu.Lock()
+	defer mm.templateMu.Unlock()
+	if err := mm.as.MapFile(ar.Start, f, fr, perms, f.AllInMemory(fr)); err != nil {
+		return err
+	}
+	if !pma.needCOW {
+		f.ClearTemplateMapped(fr)
+	}
+	return nil
+}
+
+// PremapFile maps restored, sorted ranges of f into the address spaces that have
+// them, ahead of faults.
+func PremapFile(f *pgalloc.MemoryFile, ranges []memmap.FileRange, stop func() bool) {
+	registry.mu.Lock()
+	mms := make([]*MemoryManager, 0, len(registry.m))
+	for mm := range registry.m {
+		mms = append(mms, mm)
+	}
+	registry.mu.Unlock()
+	for _, mm := range mms {
+		if mm.mf == f {
+			mm.premapFile(f, ranges, stop)
+		}
+	}
+}
+
+func (mm *MemoryManager) premapFile(f *pgalloc.MemoryFile, ranges []memmap.FileRange, stop func() bool) {
+	// Where the ranges are mapped is found in one go, and each place is looked
+	// at again when it is mapped: a fault needs activeMu for writing for a
+	// moment, and should not wait for all of this.
+	type place struct {
+		ar hostarch.AddrRange
+		fr memmap.FileRange
+	}
+	var places []place
+	mm.activeMu.RLock()
+	for pseg := mm.pmas.FirstSegment(); pseg.Ok(); pseg = pseg.NextSegment() {
+		if pseg.ValuePtr().file != f {
+			continue
+		}
+		fr := pseg.fileRange()
+		i := sort.Search(len(ranges), func(i int) bool { return ranges[i].End > fr.Start })
+		for ; i < len(ranges) && ranges[i].Start < fr.End; i++ {
+			r := ranges[i].Intersect(fr)
+			start := pseg.Start() + hostarch.Addr(r.Start-fr.Start)
+			places = append(places, place{hostarch.AddrRange{Start: start, End: start + hostarch.Addr(r.Length())}, r})
+		}
+	}
+	mm.activeMu.RUnlock()
+	for _, p := range places {
+		if stop() || !mm.premapPlace(f, p.ar, p.fr) {
+			return
+		}
+	}
+}
+
+// premapPlace maps fr at ar if that is still where it belongs. It returns false
+// if there is nothing more to do in mm.
+func (mm *MemoryManager) premapPlace(f *pgalloc.MemoryFile, ar hostarch.AddrRange, fr memmap.FileRange) bool {
+	mm.activeMu.RLock()
+	defer mm.activeMu.RUnlock()
+	if mm.as == nil {
+		return false
+	}
+	pseg := mm.pmas.FindSegment(ar.Start)
+	if !pseg.Ok() || pseg.ValuePtr().file != f || !pseg.Range().IsSupersetOf(ar) || pseg.fileRangeOf(ar) != fr {
+		return true
+	}
+	return mm.mapRestoredLocked(pseg, ar) == nil
 }
 
 // mapFaultLocked maps ar for an application that faulted on it.

@@ -57,8 +57,9 @@ type PageBackend interface {
 	// Unit is Window without the neighbours beyond the map unit.
 	Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64)
 
-	// AnyEvicted tells whether a page in [start, end) is not in the file.
-	AnyEvicted(start, end uint64) bool
+	// Refault returns what to restore and map for a fault on the page at need,
+	// and whether there is anything to restore.
+	Refault(need, limStart, limEnd uint64) (start, end uint64, refault bool)
 
 	// EvictedBytes is the size of the pages that the file does not hold but
 	// the guest has committed.
@@ -392,14 +393,14 @@ func (f *MemoryFile) ClearTemplateMapped(fr memmap.FileRange) {
 	f.backend.b.ClearTemplateMapped(fr.Start, fr.End)
 }
 
-// Refault tells whether a page in the map unit around need, limited to limit, is
-// not in the file.
-func (f *MemoryFile) Refault(need, limit memmap.FileRange) bool {
-	if f.backend.b == nil || f.backend.nonResident.Load() == 0 {
-		return false
+// Refault tells, for a fault on the page need, whether the file lacks a page
+// near it, and if so what to restore and map.
+func (f *MemoryFile) Refault(need, limit memmap.FileRange) (memmap.FileRange, bool) {
+	if f.backend.b == nil || f.backend.nonResident.Load() == 0 || need.Length() != hostarch.PageSize {
+		return memmap.FileRange{}, false
 	}
-	fr := f.MapUnit(need, limit)
-	return f.backend.b.AnyEvicted(fr.Start, fr.End)
+	s, e, ok := f.backend.b.Refault(need.Start, limit.Start, limit.End)
+	return memmap.FileRange{Start: s, End: e}, ok
 }
 
 // AllInMemory tells whether every page in fr, which is not large, has memory.
