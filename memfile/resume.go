@@ -1,0 +1,77 @@
+package memfile
+
+import (
+	"sync/atomic"
+	"time"
+)
+
+// A resume is a wait whose end somebody wants to know of.
+type resume struct {
+	// left counts down the demand restores that make a resume.
+	left atomic.Int64
+	c    chan struct{}
+}
+
+// AwaitResume returns a channel that is closed once n accesses had to restore
+// pages: a few may be a timer in the guest, many in a row are the guest going
+// back to work. A later call supersedes the earlier ones.
+func (b *Backend) AwaitResume(n int) <-chan struct{} {
+	r := &resume{c: make(chan struct{})}
+	r.left.Store(int64(n))
+	b.resume.Store(r)
+	return r.c
+}
+
+// demanded tells that an access restored pages [first, end).
+func (b *Backend) demanded(first, end uint64, took time.Duration) {
+	b.stats.restoreNS.add(took)
+	b.history.Wanted(first, end)
+	if r := b.resume.Load(); r != nil && r.left.Add(-1) == 0 {
+		b.resume.CompareAndSwap(r, nil)
+		close(r.c)
+	}
+}
+
+// premapPages is how many pages are mapped together while prefetching: the
+// first pages that the guest wants should not wait for the last.
+const premapPages = 512
+
+// Prefetch restores the pages that the step which has just begun is predicted
+// to want, and maps all but a sample of them. It returns how many it restored,
+// soon after stop returns true.
+func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
+	stop = b.stopFunc(stop)
+	var mapped []Range
+	pending := uint64(0)
+	premap := func() {
+		if len(mapped) != 0 {
+			b.host.Premap(mapped, stop)
+		}
+		mapped, pending = mapped[:0], 0
+	}
+	for _, run := range b.history.Predict() {
+		for p := run.First; p < run.End; {
+			if stop() {
+				return n, nil
+			}
+			if atomic.LoadUint64(b.table.at(p))&stateMask != evicted {
+				p++
+				continue
+			}
+			k, err := b.restoreRun(p, run.End, &b.stats.prefetched)
+			if err != nil {
+				return n, err
+			}
+			n += k
+			if run.Map && k != 0 {
+				mapped = appendRange(mapped, p<<pageShift, (p+k)<<pageShift)
+				if pending += k; pending >= premapPages {
+					premap()
+				}
+			}
+			p += max(k, 1)
+		}
+	}
+	premap()
+	return n, nil
+}
