@@ -282,6 +282,16 @@ func (b *Backend) badWord(page uint64, w word) {
 // Drop forgets the content of the pages in [start, end), which the caller is
 // about to free or zero. It may be called with the allocator's lock held.
 func (b *Backend) Drop(start, end uint64) {
+	b.drop(start, end, 0)
+}
+
+// Decommit is Drop for pages that stay in use, and pinned if they are.
+func (b *Backend) Decommit(start, end uint64) {
+	b.drop(start, end, pinned)
+}
+
+// drop makes the pages in [start, end) resident; of their flags, keep stay.
+func (b *Backend) drop(start, end uint64, keep word) {
 	if b.nonResident.Load() == 0 && !b.havePinned.Load() {
 		return
 	}
@@ -299,7 +309,7 @@ func (b *Backend) Drop(start, end uint64) {
 			b.waiters.wait(p, at)
 			continue
 		case resident:
-			if w == resident {
+			if w&^keep == resident {
 				p++
 				continue
 			}
@@ -308,7 +318,7 @@ func (b *Backend) Drop(start, end uint64) {
 		default:
 			b.badWord(p, w)
 		}
-		if !atomic.CompareAndSwapUint64(at, w, resident) {
+		if !atomic.CompareAndSwapUint64(at, w, resident|w&keep&^stateMask) {
 			continue
 		}
 		switch w & stateMask {

@@ -40,6 +40,8 @@ const premapPages = 512
 // to want, and maps all but a sample of them. It returns how many it restored,
 // soon after stop returns true.
 func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
 	stop = b.stopFunc(stop)
 	var mapped []Range
 	pending := uint64(0)

@@ -50,9 +50,9 @@ func (d *Detector) Ended(w Wait) {
 	if w.Evicted+w.Undone == 0 {
 		return
 	}
-	// Not worth it: most pages were wanted back at once, or the wait was over
-	// before the work was.
-	if w.Undone > w.Evicted || w.Length <= w.Work {
+	// Not worth it: most pages were wanted back at once, or the wait was
+	// hardly longer than the work.
+	if w.Undone > w.Evicted || w.Length <= 2*w.Work {
 		d.factor = min(2*d.factor, MaxBackoff)
 		return
 	}

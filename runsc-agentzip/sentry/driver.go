@@ -99,7 +99,9 @@ func (d *driver) run() {
 	}
 	det := phase.NewDetector(d.conf.idle)
 	var heldAfter uint64
-	var resumed <-chan struct{}
+	// activity is closed when a task runs; it is nil while one does, as far as
+	// is known.
+	var activity, resumed <-chan struct{}
 	for {
 		// Working.
 		if d.k.RunningTasks() != 0 {
@@ -117,11 +119,14 @@ func (d *driver) run() {
 		}
 		// No task runs. It is a wait if none does for the idle time. Nothing
 		// is missed between two looks: activity ends the timer.
-		activity := d.watchActivity()
+		if activity == nil {
+			activity = d.watchActivity()
+		}
 		select {
 		case <-d.stop:
 			return
 		case <-activity:
+			activity = nil
 			continue
 		case <-time.After(det.Idle()):
 		}
@@ -156,7 +161,7 @@ func (d *driver) run() {
 				heldAfter, retry = 0, true
 			}
 		}
-		if d.conf.deepenAfter != 0 {
+		if d.conf.deepenAfter != 0 && !retry {
 			select {
 			case <-activity:
 			case <-d.stop:
@@ -184,6 +189,8 @@ func (d *driver) run() {
 		case <-d.stop:
 			return
 		}
+		activity = nil
+		length := time.Since(waitStart)
 		d.setWaiting(false)
 		// Work that needs its memory back shows at once.
 		select {
@@ -194,7 +201,7 @@ func (d *driver) run() {
 			return
 		case <-time.After(pollInterval):
 		}
-		det.Ended(phase.Wait{Length: time.Since(waitStart), Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
+		det.Ended(phase.Wait{Length: length, Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
 	}
 }
 

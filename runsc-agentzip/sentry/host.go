@@ -117,5 +117,8 @@ func (h *host) Fatal(msg string) {
 		_, _ = unix.Write(h.stderr, []byte(msg+"\n"))
 	}
 	fmt.Fprintln(os.Stderr, msg)
-	panic(msg)
+	// Not a panic in this goroutine: deferred calls would wait for locks that
+	// it holds, and for the page that it was restoring.
+	go panic(msg)
+	select {}
 }

@@ -29,7 +29,10 @@ var edits = []Edit{
 			f.backend.overlayCommitted(chunkFR, buf[:bufLen])`},
 	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.releaserDestroyLocked",
 		Anchor: "if f.opts.DecommitOnDestroy {", Where: Before, Text: `
-	f.backend.close()`},
+	// close waits for an eviction, which may be waiting for f.mu.
+	f.mu.Unlock()
+	f.backend.close()
+	f.mu.Lock()`},
 
 	// --- The memory file: gate, drop, in-flight sections ---
 
@@ -50,7 +53,7 @@ var edits = []Edit{
 	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.Decommit",
 		Anchor: "f.decommitOrManuallyZero(fr)", Where: Before, Text: `
 	defer f.EnterSection().Exit()
-	f.backend.drop(fr)`},
+	f.backend.decommit(fr)`},
 	{File: "pkg/sentry/pgalloc/pgalloc.go", Decl: "MemoryFile.Allocate",
 		Anchor: "alloc := allocState{", Where: Before, Text: `
 	defer f.EnterSection().Exit()`},
@@ -134,6 +137,10 @@ var edits = []Edit{
 			}
 			pmaMapAR = win
 		}`},
+	{File: "pkg/sentry/mm/address_space.go", Decl: "MemoryManager.mapASLocked",
+		Anchor: "mm.as.MapFile(pmaMapAR.Start, pma.file,", Where: Replace, Text: `mm.mapFileLocked(pma, pmaMapAR.Start,`},
+	{File: "pkg/sentry/mm/address_space.go", Decl: "MemoryManager.mapASLocked",
+		Anchor: "mm.as.MapFile(thisMapAR.Start, pma.file,", Where: Replace, Text: `mm.mapFileLocked(pma, thisMapAR.Start,`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)", Where: Replace, Text: `mm.mapFaultLocked(ctx, pseg, ar, at)`},
 	{File: "pkg/sentry/mm/mm.go", Decl: "type MemoryManager",
@@ -179,14 +186,18 @@ var edits = []Edit{
 `},
 
 	{File: "pkg/sentry/kernel/kernel.go", Decl: "Kernel.saveMemoryFiles",
-		Anchor: "memoryStart := time.Now()", Where: After, Text: `
+		Anchor: "mfOpts := pgalloc.SaveOpts{", Where: Before, Text: `
 	// All pages are back, and none is evicted, until the last has been
 	// written: page saving reads the memory file directly, in the background.
 	endSave, err := k.mf.BeginSave()
 	if err != nil {
+		if pagesFile != nil {
+			pagesFile.Close()
+		}
 		return fmt.Errorf("restoring evicted pages: %w", err)
 	}
-	defer endSave()`},
+	defer endSave()
+`},
 
 	// --- Start-up, control socket, command line ---
 

@@ -87,7 +87,10 @@ func (mm *MemoryManager) gatePMA(pseg pmaIterator, ar hostarch.AddrRange) error 
 func (mm *MemoryManager) mustGate(pseg pmaIterator, ar hostarch.AddrRange) {
 	for {
 		if err := mm.gatePMA(pseg, ar); err != nil {
-			panic(fmt.Sprintf("restoring guest memory for addresses %v: %v", ar, err))
+			// Not a panic in this goroutine: deferred calls would wait for
+			// locks that it holds, and the sandbox would hang.
+			go panic(fmt.Sprintf("restoring guest memory for addresses %v: %v", ar, err))
+			select {}
 		}
 		if ar.End <= pseg.End() {
 			return
@@ -180,15 +183,26 @@ func (mm *MemoryManager) mapRestoredLocked(pseg pmaIterator, ar hostarch.AddrRan
 	if !perms.Any() {
 		return nil
 	}
-	if !mayMapTemplate(f, pma) {
-		return mm.as.MapFile(ar.Start, f, fr, perms, f.AllInMemory(fr))
+	return mm.mapFileLocked(pma, ar.Start, fr, perms, f.AllInMemory(fr))
+}
+
+// mapFileLocked is mm.as.MapFile for pages fr of p. For pages that may be mapped
+// from the template it restores and maps in one step: otherwise another fault
+// could decide to map the template before they are restored, and do so after the
+// application has written to them.
+//
+// Preconditions: mm.activeMu must be locked.
+func (mm *MemoryManager) mapFileLocked(p *pma, addr hostarch.Addr, fr memmap.FileRange, at hostarch.AccessType, precommit bool) error {
+	f, ok := p.file.(*pgalloc.MemoryFile)
+	if !ok || !mayMapTemplate(f, p) {
+		return mm.as.MapFile(addr, p.file, fr, at, precommit)
 	}
 	mm.templateMu.Lock()
 	defer mm.templateMu.Unlock()
-	if err := mm.as.MapFile(ar.Start, f, fr, perms, f.AllInMemory(fr)); err != nil {
+	if err := mm.as.MapFile(addr, f, fr, at, precommit); err != nil {
 		return err
 	}
-	if !pma.needCOW {
+	if !p.needCOW {
 		f.ClearTemplateMapped(fr)
 	}
 	return nil
@@ -264,19 +278,12 @@ func (mm *MemoryManager) mapFaultLocked(ctx context.Context, pseg pmaIterator, a
 	if !at.Write || !ok || !mayMapTemplate(f, pma) || pma.needCOW || !f.TemplateBacked(pseg.fileRangeOf(ar).Start) {
 		return mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)
 	}
-	// Copy up: MapFile restores the pages, and replaces in one step what the
-	// application has mapped. Nobody else writes to them before: the Sentry's
-	// writes take templateMu when they see that a page may be mapped from the
-	// template.
+	// Copy up: mapFileLocked restores the pages, and replaces in one step what
+	// the application has mapped. Nobody else writes to them before: the
+	// Sentry's writes take templateMu when they see that a page may be mapped
+	// from the template.
 	fr := f.MapUnit(pseg.fileRangeOf(ar), pseg.fileRange())
-	mm.templateMu.Lock()
-	defer mm.templateMu.Unlock()
-	start := pseg.Start() + hostarch.Addr(fr.Start-pma.off)
-	if err := mm.as.MapFile(start, f, fr, pma.effectivePerms, false /* precommit */); err != nil {
-		return err
-	}
-	f.ClearTemplateMapped(fr)
-	return nil
+	return mm.mapFileLocked(pma, pseg.Start()+hostarch.Addr(fr.Start-pma.off), fr, pma.effectivePerms, false /* precommit */)
 }
 
 // unmapMergeGap is the largest run of pages that UnmapFile unmaps needlessly to

@@ -34,6 +34,9 @@ type PageBackend interface {
 	// or zero those pages. It may be called with MemoryFile.mu locked.
 	Drop(start, end uint64)
 
+	// Decommit is Drop for pages that stay in use, and pinned if they are.
+	Decommit(start, end uint64)
+
 	// Pin is Gate, and keeps the pages from eviction until they are dropped.
 	Pin(start, end uint64) error
 
@@ -174,6 +177,12 @@ func (r *pageBackendRef) extend(size uint64) error {
 func (r *pageBackendRef) drop(fr memmap.FileRange) {
 	if r.b != nil {
 		r.b.Drop(fr.Start, fr.End)
+	}
+}
+
+func (r *pageBackendRef) decommit(fr memmap.FileRange) {
+	if r.b != nil {
+		r.b.Decommit(fr.Start, fr.End)
 	}
 }
 
