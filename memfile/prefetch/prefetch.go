@@ -11,7 +11,8 @@
 // A page that is restored and mapped ahead of use leaves no trace when it is
 // used. So one in SampleEvery predicted units is restored but not mapped; its
 // first use then is a fault that needs no restoring, which the caller reports
-// with Used. What samples tell counts for the precision and lowers scores.
+// with Used. What samples tell counts for the precision. A predicted page keeps
+// its score if its sample, or without one anything in its group, was used.
 //
 // History is safe for concurrent use. Its mutex is a leaf.
 package prefetch
@@ -29,12 +30,13 @@ const (
 
 	unitsPerGroup = GroupPages / UnitPages
 
-	// Scores: a page is predicted from predictAt on. A page wanted once is
-	// predicted for the next step; one wanted twice in a row survives a step
-	// that does not want it.
+	// Scores: a page is predicted from predictAt on, that is, if it was wanted
+	// by two of the last three steps. Steps of an agent alternate between
+	// tools, and what only the last one wanted is wrong three times in four
+	// (measured), at the price of a restore each.
 	hit       = 2
 	maxScore  = 3
-	predictAt = 2
+	predictAt = 3
 
 	// SampleEvery is how many predicted units there are to one sample.
 	SampleEvery = 8
@@ -214,11 +216,13 @@ func (h *History) EndStep() {
 				if g.used&unit != 0 {
 					h.total.Used++
 					s = maxScore
-				} else if s > 0 {
-					// Seven of eight useless pages are never sampled in a
-					// step, so a sample speaks for all of its kind.
+				} else {
 					s--
 				}
+			case g.predicted.has(i) && g.order != 0:
+				// Not sampled, and something near it was used.
+			case s > 0:
+				s--
 			}
 			g.setScore(i, s)
 			empty = empty && s == 0
