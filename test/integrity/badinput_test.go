@@ -564,6 +564,9 @@ func TestMemoryLimit(t *testing.T) {
 		if code == 0 {
 			t.Error("exit code 0")
 		}
+		if msg := d.sb.Stderr() + reply; m.evicts && !strings.Contains(msg, "memory") {
+			t.Error("nothing tells the user that the memory limit ended the sandbox")
+		}
 		oom, _ := os.ReadFile(filepath.Join(dir, "memory.oom_control"))
 		t.Logf("memory.oom_control:\n%s", oom)
 	}

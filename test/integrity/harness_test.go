@@ -376,14 +376,21 @@ func keepLogs(t testing.TB, logs string) {
 	}
 }
 
+// boring are warnings that every sandbox starts with.
+var boring = []string{
+	"cgroup mount for controller", "--allow-suid", "product_name", "Host limit is lower",
+	"SECCOMP WARNING", "No precompiled program", "ignoring unknown mount option",
+}
+
 // warnings picks what may explain a failure out of a sentry's log.
 func warnings(log string) string {
 	var out strings.Builder
 	for line := range strings.Lines(log) {
-		if strings.Contains(line, "cgroup mount for controller") {
+		if slices.ContainsFunc(boring, func(s string) bool { return strings.Contains(line, s) }) {
 			continue
 		}
-		if line[0] == 'W' || line[0] == 'E' || line[0] == 'F' || strings.Contains(line, "panic") || strings.Contains(line, "fatal") {
+		if line[0] == 'W' || line[0] == 'E' || line[0] == 'F' || strings.Contains(line, "panic:") ||
+			strings.Contains(line, "FATAL") || strings.Contains(line, "fatal error") {
 			out.WriteString(line)
 		}
 	}

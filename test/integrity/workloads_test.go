@@ -49,8 +49,6 @@ var stressors = []struct {
 	{name: "mprotect", long: true, args: "--mprotect 1"},
 	{name: "msync", long: true, args: "--msync 1 --msync-bytes 8M"},
 	{name: "malloc", long: true, args: "--malloc 2 --malloc-bytes 64M"},
-	{name: "bigheap", long: true, args: "--bigheap 1 --bigheap-bytes 128M"},
-	{name: "brk", long: true, args: "--brk 1 --brk-bytes 64M"},
 	{name: "stack", long: true, args: "--stack 1"},
 	{name: "memcpy", long: true, args: "--memcpy 1"},
 	{name: "memrate", long: true, args: "--memrate 1 --memrate-bytes 32M"},
@@ -174,8 +172,8 @@ func TestRedis(t *testing.T) {
 	for _, m := range workloadModes(t) {
 		if m.name == "forced" {
 			// Every request of the benchmark touches random pages of 120 MB:
-			// with a pass every 300 ms it would not get anywhere.
-			m.flags = []string{"--agentzip=on", "--agentzip-test-evict-every=3s"}
+			// with a pass every 300 ms it takes minutes.
+			m.flags = []string{"--agentzip=on", "--agentzip-test-evict-every=4s"}
 		}
 		t.Run(m.name, func(t *testing.T) {
 			b := startBox(t, m)
@@ -217,7 +215,7 @@ func TestRedis(t *testing.T) {
 					t.Fatalf("round %d: digest after eviction is %s, was %s", i, got, digest)
 				}
 				// Change a part and take a new digest at once.
-				b.exec(5*time.Minute, "/usr/bin/redis-benchmark", "-s", sock, "-q", "-n", "4000", "-r", "20000", "-d", "500",
+				b.exec(5*time.Minute, "/usr/bin/redis-benchmark", "-s", sock, "-q", "-n", "2000", "-r", "20000", "-d", "500",
 					"-t", "set,lpush,hset,zadd,lrange_100")
 				digest = cli("DEBUG", "DIGEST")
 			}
@@ -227,7 +225,7 @@ func TestRedis(t *testing.T) {
 				t.Fatalf("BGSAVE: %s", out)
 			}
 			b.evict()
-			b.exec(5*time.Minute, "/usr/bin/redis-benchmark", "-s", sock, "-q", "-n", "2000", "-r", "20000", "-d", "500", "-t", "get")
+			b.exec(5*time.Minute, "/usr/bin/redis-benchmark", "-s", sock, "-q", "-n", "1000", "-r", "20000", "-d", "500", "-t", "get")
 			b.sh(5*time.Minute, `for i in $(seq 600); do
 				if redis-cli -s `+sock+` info persistence | grep -q rdb_bgsave_in_progress:0; then
 					redis-cli -s `+sock+` info persistence | grep -q rdb_last_bgsave_status:ok; exit
@@ -368,31 +366,32 @@ func TestGit(t *testing.T) {
 }
 
 // pythonTests are modules of CPython's own test suite that work under gVisor
-// and exercise memory: most results are compared with those of a run without
-// eviction, so a test that fails in both is none of our business.
+// and exercise memory. Results are compared with those of a run without
+// eviction: a test that fails in both is none of our business.
 var pythonTests = struct{ ci, long []string }{
 	ci: []string{"test_mmap", "test_array", "test_struct", "test_json"},
+	// Left out: modules whose results depend on timing (asyncio, socket,
+	// ssl, signal, multiprocessing).
 	long: []string{
 		"test_mmap", "test_zlib", "test_json", "test_dict", "test_list", "test_gc", "test_threading",
 		"test_struct", "test_array", "test_memoryview", "test_hashlib", "test_pickle", "test_bytes",
-		"test_set", "test_tempfile", "test_shelve", "test_bz2", "test_lzma", "test_sqlite3", "test_heapq",
+		"test_set", "test_tempfile", "test_shelve", "test_bz2", "test_lzma", "test_heapq",
 		"test_collections", "test_re", "test_unicode", "test_io", "test_file", "test_os", "test_fork1",
-		"test_subprocess", "test_multiprocessing_fork", "test_queue", "test_socket", "test_selectors",
-		"test_select", "test_poll", "test_epoll", "test_signal", "test_time", "test_ssl", "test_asyncio",
+		"test_subprocess", "test_queue", "test_selectors", "test_select", "test_poll", "test_epoll",
 		"test_ctypes", "test_decimal", "test_sort", "test_weakref", "test_generators",
 	},
 }
 
-var (
-	pyResult = regexp.MustCompile(`^(\w+) \(([\w.]+)\)(?:.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure|unexpected success)`)
-	pyModule = regexp.MustCompile(`(?m)^(\w+)(?: .*)? (passed|failed|skipped|crashed)`)
-)
+var pyResult = regexp.MustCompile(`^(\w+) \(([\w.]+)\)(?:.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure|unexpected success)`)
 
-// pythonRun runs test modules and returns the result of every test case.
-func pythonRun(t *testing.T, b *box, modules []string) map[string]string {
+// pythonRun runs test modules and returns, by module, the result of every test
+// case and, under the empty name, that of the module.
+func pythonRun(t *testing.T, b *box, modules []string) map[string]map[string]string {
 	t.Helper()
-	results := make(map[string]string)
+	all := make(map[string]map[string]string)
 	for _, mod := range modules {
+		results := make(map[string]string)
+		all[mod] = results
 		// One process a module, with a limit: a hang is a result too.
 		// -u: no resources, that is no network, no huge files, no audio.
 		// A test case's line is split when the test itself writes.
@@ -401,20 +400,33 @@ func pythonRun(t *testing.T, b *box, modules []string) map[string]string {
 		if err != nil {
 			t.Fatalf("%s: %v\n%s", mod, err, tail(res.Stdout, 2000))
 		}
-		results[mod] = fmt.Sprintf("exit code %d", res.ExitCode)
-		n := 0
+		results[""] = fmt.Sprintf("exit code %d", res.ExitCode)
 		for line := range strings.Lines(res.Stdout) {
 			if f := pyResult.FindStringSubmatch(strings.TrimSpace(line)); f != nil {
 				results[f[2]+"."+f[1]] = f[3]
-				n++
 			}
 		}
-		if n == 0 {
+		if len(results) == 1 {
 			t.Errorf("%s printed no results:\n%s", mod, tail(res.Stdout, 1500))
 		}
-		results[mod+" cases"] = fmt.Sprint(n)
 	}
-	return results
+	return all
+}
+
+// pythonDiff lists the test cases whose results differ.
+func pythonDiff(got, want map[string]string) []string {
+	var diff []string
+	for _, name := range slices.Sorted(maps.Keys(want)) {
+		if got[name] != want[name] {
+			diff = append(diff, fmt.Sprintf("%s: %q, want %q", name, got[name], want[name]))
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(got)) {
+		if _, ok := want[name]; !ok {
+			diff = append(diff, fmt.Sprintf("%s: %q, want it not to run", name, got[name]))
+		}
+	}
+	return diff
 }
 
 func TestPython(t *testing.T) {
@@ -423,30 +435,41 @@ func TestPython(t *testing.T) {
 	if *longFlag {
 		modules = pythonTests.long
 	}
-	var want map[string]string
+	var want map[string]map[string]string
 	ref := modeReference(t)
 	for _, m := range distinct(append([]mode{ref}, workloadModes(t)...)...) {
 		t.Run(m.name, func(t *testing.T) {
 			b := startBox(t, m)
 			began := time.Now()
 			got := pythonRun(t, b, modules)
-			if want == nil {
-				want = got
-			}
 			counts := make(map[string]int)
-			for _, r := range got {
-				counts[r]++
+			for _, results := range got {
+				for _, r := range results {
+					counts[r]++
+				}
 			}
 			t.Logf("%d modules in %.1fs: %d ok, %d skipped, %d failed or in error", len(modules), time.Since(began).Seconds(),
 				counts["ok"], counts["skipped"], counts["FAIL"]+counts["ERROR"])
-			for _, name := range slices.Sorted(maps.Keys(want)) {
-				if got[name] != want[name] {
-					t.Errorf("%s: %q, but %q under %s", name, got[name], want[name], ref.name)
-				}
+			if want == nil {
+				want = got
 			}
-			for _, name := range slices.Sorted(maps.Keys(got)) {
-				if _, ok := want[name]; !ok {
-					t.Errorf("%s: %q, but not run under %s", name, got[name], ref.name)
+			for _, mod := range modules {
+				diff := pythonDiff(got[mod], want[mod])
+				if len(diff) == 0 {
+					continue
+				}
+				// The only excuse is that the reference gives the same results
+				// at times.
+				excused := false
+				rb := startBox(t, ref)
+				for range 3 {
+					again := pythonRun(t, rb, []string{mod})
+					excused = excused || len(pythonDiff(got[mod], again[mod])) == 0
+				}
+				if excused {
+					t.Logf("%s: %v under %s at times, too", mod, diff, ref.name)
+				} else {
+					t.Errorf("%s differs from %s:\n%s", mod, ref.name, strings.Join(diff, "\n"))
 				}
 			}
 			b.finish()
