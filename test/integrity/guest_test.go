@@ -3,6 +3,8 @@ package integrity
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -138,37 +140,60 @@ func parseLatencies(t *testing.T, out string) map[string]latency {
 	return m
 }
 
+// compareLatencies returns what is wrong with how late calls return, against a
+// run without eviction. Cold arguments have to be restored and the passes
+// compete for the cores, so calls may be a little later, but not by a time that
+// hints at a retry or at a second timeout. On a loaded machine the reference is
+// spread out, and so is what is allowed.
+func compareLatencies(t *testing.T, ref, m mode, base, got map[string]latency) map[string]string {
+	t.Helper()
+	wrong := make(map[string]string)
+	t.Logf("%-22s %28s %28s", "late by (us)", ref.name+" median/p90/max", m.name+" median/p90/max")
+	for _, call := range slices.Sorted(maps.Keys(base)) {
+		b, g := base[call], got[call]
+		t.Logf("%-22s %10d/%8d/%8d %10d/%8d/%8d", call, b.Median, b.P90, b.Max, g.Median, g.P90, g.Max)
+		switch {
+		case g.N == 0:
+			wrong[call] = "was not measured"
+		case b.N < 20 || g.N < 20:
+			// Too few for figures; the program has its own limits.
+		case g.Median > b.Median+30_000+b.P90:
+			wrong[call] = fmt.Sprintf("returns %d us late in the median, %d us without eviction", g.Median, b.Median)
+		case g.P90 > 2*b.P90+400_000:
+			wrong[call] = fmt.Sprintf("the slowest tenth returns more than %d us late, %d us without eviction", g.P90, b.P90)
+		}
+	}
+	return wrong
+}
+
 // TestBlockingCalls compares how late blocking calls return while memory is
 // evicted with a run without eviction. The program itself fails on EINTR, on
 // early returns and on lost wakes.
 func TestBlockingCalls(t *testing.T) {
 	secs := seconds(10, 120)
 	ref := modeReference(t)
+	measure := func(t *testing.T, m mode) map[string]latency {
+		t.Helper()
+		return parseLatencies(t, runGuest(t, m, "blocking", secs))
+	}
 	var base map[string]latency
 	for _, m := range distinct(ref, modeForced(t), modeIdle(t)) {
 		t.Run(m.name, func(t *testing.T) {
-			got := parseLatencies(t, runGuest(t, m, "blocking", secs))
+			got := measure(t, m)
 			if base == nil {
 				base = got
 				return
 			}
-			// Cold arguments have to be restored and the passes compete for the
-			// cores, so calls may be a little later, but not by a time that
-			// hints at a retry or at a second timeout.
-			const medianSlack, p90Slack = 30_000, 250_000
-			t.Logf("%-22s %28s %28s", "late by (us)", ref.name+" median/p90/max", m.name+" median/p90/max")
-			for call, b := range base {
-				g, ok := got[call]
-				if !ok {
-					t.Errorf("%s was not measured", call)
-					continue
-				}
-				t.Logf("%-22s %10d/%8d/%8d %10d/%8d/%8d", call, b.Median, b.P90, b.Max, g.Median, g.P90, g.Max)
-				if g.Median > b.Median+medianSlack {
-					t.Errorf("%s: returns %d us late in the median, %d us without eviction", call, g.Median, b.Median)
-				}
-				if g.P90 > b.P90+p90Slack {
-					t.Errorf("%s: the slowest tenth returns more than %d us late, %d us without eviction", call, g.P90, b.P90)
+			wrong := compareLatencies(t, ref, m, base, got)
+			if len(wrong) == 0 {
+				return
+			}
+			// The machine may have been busy with something else in one of the
+			// two runs: what is really late is so again.
+			t.Logf("measuring again: %v", wrong)
+			for call, what := range compareLatencies(t, ref, m, measure(t, ref), measure(t, m)) {
+				if first, ok := wrong[call]; ok {
+					t.Errorf("%s: %s; and again: %s", call, first, what)
 				}
 			}
 		})

@@ -500,8 +500,14 @@ int main(int argc, char **argv) {
   int64_t end = now_ns() + seconds * 1000000000LL;
   struct rng g = {seed};
   while (now_ns() < end) {
-    sleep_ms(300 + below(&g, 1500));
-    if (below(&g, 4)) atomic_store(&ctl->quiet_until, now_ns() + (300 + (int64_t)below(&g, 600)) * 1000000);
+    // Busy times, with quiet ones in between that are long enough for a pass on
+    // a loaded machine.
+    sleep_ms(300 + below(&g, 1000));
+    if (below(&g, 6)) {
+      int64_t ms = 500 + (int64_t)below(&g, 1000);
+      atomic_store(&ctl->quiet_until, now_ns() + ms * 1000000);
+      sleep_ms(ms);
+    }
     // A child that failed has printed why.
     int st;
     pid_t p = waitpid(-1, &st, WNOHANG | __WNOTHREAD);

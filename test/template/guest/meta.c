@@ -131,7 +131,12 @@ static void op_mmap(void) {
 
 static void op_munmap(struct map *m) {
   if (m->n && below(&g, 3) == 0) {
-    must(munmap(m->base, m->n * PAGE) == 0, "munmap");
+    // Not what was unmapped before: there may be something else by now.
+    for (size_t i = 0, k; i < m->n; i = k + 1) {
+      for (k = i; k < m->n && alive(m, k); k++) {
+      }
+      if (k > i) must(munmap(m->base + i * PAGE, (k - i) * PAGE) == 0, "munmap");
+    }
     m->n = 0;
     return;
   }
@@ -213,7 +218,7 @@ static void op_fork(void) {
   char req[64], rep[256];
   if (k->pid) {
     if (below(&g, 4)) {
-      snprintf(req, sizeof req, "run %d\n", (int)below(&g, 60));
+      snprintf(req, sizeof req, "run %d\n", (int)below(&g, 20));
       ask_kid(k, req, rep, sizeof rep);
       see(strtoull(strrchr(rep, ' '), NULL, 16));
       return;
