@@ -31,22 +31,24 @@ PURE      = ./memfile/... ./pkg/...
 ALL       = $(PURE) ./runsc-agentzip/... ./test/... ./tools/...
 RUNTIME   = $(CURDIR)/bin/runsc-agentzip
 STOCK     = $(CURDIR)/bin/runsc-stock
-# -require: a missing tool is a failure, not a skipped test.
-INTEGRITY = -runtime=$(RUNTIME) -stock=$(STOCK) -require
+# The tests that start sandboxes, one package after the other (-p 1): they measure
+# and they wait. -require: a missing tool is a failure, not a skipped test.
+SANDBOX   = CGO_ENABLED=0 $(GO) test -p 1 -count=1 -trimpath -buildvcs=false
+RUNTIMES  = -runtime=$(RUNTIME) -stock=$(STOCK) -require
 
 INSTALL            = .ci/install-packages
 BUILD_PACKAGES     = ca-certificates git
 UNIT_PACKAGES      = gcc libc6-dev
 DOCKER_PACKAGES    = docker.io busybox-static
 BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
-INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc libc6-dev
+INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc g++ make libc6-dev procps
 DEMO_PACKAGES      = debootstrap
 
 .DEFAULT_GOAL := build
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test bazel-test buildgen bench deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test bazel-test buildgen bench deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -76,7 +78,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock fleet-test docker-test integrity-test bazel-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock fleet-test docker-test template-test integrity-test bazel-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -93,19 +95,23 @@ fuzz: vendor ## Run every fuzz target for FUZZTIME
 	@GO="$(GO)" .ci/fuzz $(FUZZTIME) $(JOBS) $(PURE)
 
 fleet-test: build stock check-root
-	FLEET_RUNSC=$(STOCK) $(STATIC) test $(TEST) -trimpath -run EndToEnd ./pkg/fleet
-	FLEET_RUNSC=$(RUNTIME) $(STATIC) test $(TEST) -trimpath -run EndToEnd ./pkg/fleet
+	FLEET_RUNSC=$(STOCK) $(SANDBOX) -run EndToEnd ./pkg/fleet
+	FLEET_RUNSC=$(RUNTIME) $(SANDBOX) -run EndToEnd ./pkg/fleet
 
 docker-test: build check-root ## Run containers through a real dockerd
 	@$(INSTALL) $(DOCKER_PACKAGES)
-	$(STATIC) test $(TEST) -trimpath -timeout 10m ./test/docker -runtime=$(RUNTIME)
+	$(SANDBOX) -timeout 10m ./test/docker -runtime=$(RUNTIME)
 
 integrity-test: build stock check-root ## Run real programs under continuous eviction
 	@$(INSTALL) $(INTEGRITY_PACKAGES)
-	$(STATIC) test $(TEST) -trimpath -timeout 30m ./test/integrity $(INTEGRITY)
+	$(SANDBOX) -timeout 40m ./test/integrity $(RUNTIMES)
 
-test-long: test ## Also run the integrity tests that take long
-	$(STATIC) test $(TEST) -trimpath -timeout 3h ./test/integrity $(INTEGRITY) -long
+template-test: build stock check-root ## Restore sandboxes that share a template
+	@$(INSTALL) $(UNIT_PACKAGES)
+	$(SANDBOX) -timeout 20m ./test/template $(RUNTIMES)
+
+test-long: test ## Also run the sandbox tests that take long
+	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long
 
 # --batch: no bazel server is left behind.
 bazel-test: vendor ## Run the unit tests through bazel
