@@ -71,6 +71,7 @@ func repoPath(p string) string {
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	*rootfsFlag = repoPath(*rootfsFlag)
 	if *seedFlag == 0 {
 		*seedFlag = uint64(time.Now().UnixNano()) % 1_000_000
 	}

@@ -12,7 +12,9 @@ set -eu
 cd "$(dirname "$0")/../.."
 dir=${1:-out/rootfs-integrity}
 suite=${SUITE:-$(. /etc/os-release && echo "${VERSION_CODENAME:-bookworm}")}
-packages=stress-ng,memtester,redis-server,redis-tools,sqlite3,git,python3,libpython3-testsuite,gcc,g++,make,libc6-dev,procps,util-linux
+# The name of the package with CPython's tests has the version in it.
+pytests=$(apt-cache pkgnames libpython3. | grep -x 'libpython3\.[0-9]*-testsuite' | sort -V | head -n 1)
+packages=stress-ng,memtester,redis-server,redis-tools,sqlite3,git,python3,${pytests:-libpython3.11-testsuite},gcc,g++,make,libc6-dev,procps,util-linux
 
 # mirror prints the first http source of apt, in either of its formats.
 mirror() {
