@@ -21,6 +21,8 @@ type command struct {
 
 var commands = []command{
 	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
+	{"micro", "cost of faults on evicted memory, and of the backend when nothing is evicted", runMicro},
+	{"guest", "what micro runs inside its sandboxes", runGuest},
 }
 
 // errInterrupted says that a signal ended the run.
