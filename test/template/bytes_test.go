@@ -14,7 +14,7 @@ import (
 // memory. Each verifies all of it, works, has its pages evicted and verifies
 // again.
 func TestKinds(t *testing.T) {
-	mb := pick(40, 160)
+	mb := pick(24, 160)
 	b := bundle(t, "kinds", fmt.Sprintf("--mb=%d", mb), seedArg())
 	image, replies := makeImage(t, modeIdle(t), b, "work 4000", "verify", "sum")
 	sum := replies[2]

@@ -22,5 +22,5 @@
 //
 // They restore N clones with the stock runsc and with the one under test in
 // turn, as often as -benchtime says, print medians and spreads as a table, and
-// write them to the file that -json names.
+// write them to the file that -benchjson names.
 package template

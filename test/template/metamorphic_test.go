@@ -12,7 +12,7 @@ import (
 // another checkpoint in the middle whose clone goes on. All have to end with the
 // same memory.
 func TestMetamorphic(t *testing.T) {
-	ops := [3]int{pick(800, 4000), pick(800, 4000), pick(600, 4000)}
+	ops := [3]int{pick(600, 4000), pick(600, 4000), pick(400, 4000)}
 	for i := range pick(1, 8) {
 		seed := *seedFlag + uint64(i)*1000
 		t.Run(fmt.Sprintf("seed=%d", seed), func(t *testing.T) {
