@@ -7,65 +7,6 @@ import (
 	"testing"
 )
 
-// BenchmarkWordDelta runs the word coder alone on the sample pages.
-func BenchmarkWordDelta(b *testing.B) {
-	pairs := samplePairs(b)
-	m := standard()
-	for _, c := range []struct {
-		name    string
-		changed int
-	}{{"le32", 32}, {"le128", 128}, {"all", words}} {
-		var few []pair
-		for _, p := range pairs {
-			if _, n := differing(p.page, p.base); n <= c.changed {
-				few = append(few, p)
-			}
-		}
-		e := new(wordEncoder)
-		var buf [PageSize]byte
-		b.Run(c.name+"/encode", func(b *testing.B) {
-			total, i := 0, 0
-			b.ReportAllocs()
-			defer cpu(b)()
-			for b.Loop() {
-				n := e.encode(m, buf[:], few[i].page, few[i].base, MaxProfitable, words)
-				if n < 0 {
-					n = PageSize
-				}
-				total += n
-				if i++; i == len(few) {
-					i = 0
-				}
-			}
-			b.ReportMetric(float64(total)/float64(b.N), "bytes/page")
-		})
-		b.Run(c.name+"/decode", func(b *testing.B) {
-			type job struct {
-				blob []byte
-				base *Page
-			}
-			var jobs []job
-			for _, p := range few {
-				if n := e.encode(m, buf[:], p.page, p.base, MaxProfitable, words); n >= 0 {
-					jobs = append(jobs, job{bytes.Clone(buf[:n]), p.base})
-				}
-			}
-			var out Page
-			i := 0
-			b.ReportAllocs()
-			defer cpu(b)()
-			for b.Loop() {
-				if !m.decode(&out, jobs[i].blob, jobs[i].base) {
-					b.Fatal("corrupt")
-				}
-				if i++; i == len(jobs) {
-					i = 0
-				}
-			}
-		})
-	}
-}
-
 // cpu reports the processor time per iteration, which says more than the time
 // on the clock when the machine is shared. Call the result when done.
 func cpu(b *testing.B) func() {
@@ -81,4 +22,127 @@ func cpu(b *testing.B) func() {
 		b.ReportMetric(float64(now()-start)/float64(b.N), "cpu-ns/op")
 		runtime.UnlockOSThread()
 	}
+}
+
+// benchmarkPairs encodes pages and decodes what came of it.
+func benchmarkPairs(b *testing.B, pairs []pair, encode func(dst []byte, p pair) (Tag, int, Reject)) {
+	buf := make([]byte, PageSize)
+	b.Run("encode", func(b *testing.B) {
+		encode(buf, pairs[0])
+		total, rejected, i := 0, 0, 0
+		b.ReportAllocs()
+		defer cpu(b)()
+		for b.Loop() {
+			_, n, why := encode(buf, pairs[i])
+			if why != RejectNone {
+				n = PageSize
+				rejected++
+			}
+			total += n
+			if i++; i == len(pairs) {
+				i = 0
+			}
+		}
+		b.ReportMetric(float64(total)/float64(b.N), "bytes/page")
+		b.ReportMetric(100*float64(rejected)/float64(b.N), "%rejected")
+	})
+	b.Run("decode", func(b *testing.B) {
+		type job struct {
+			tag  Tag
+			blob []byte
+			base *Page
+		}
+		var jobs []job
+		for _, p := range pairs {
+			if tag, n, why := encode(buf, p); why == RejectNone {
+				jobs = append(jobs, job{tag, bytes.Clone(buf[:n]), p.base})
+			}
+		}
+		if len(jobs) == 0 {
+			b.Skip("rejected")
+		}
+		d := NewDecoder()
+		var out Page
+		i := 0
+		b.ReportAllocs()
+		defer cpu(b)()
+		for b.Loop() {
+			if err := d.Decode(&out, jobs[i].tag, jobs[i].blob, jobs[i].base); err != nil {
+				b.Fatal(err)
+			}
+			if i++; i == len(jobs) {
+				i = 0
+			}
+		}
+	})
+}
+
+// BenchmarkSampleBase encodes the sample pages that differ from their template
+// pages; "same" those that do not; "all" both.
+func BenchmarkSampleBase(b *testing.B) {
+	differ, same := samplePairs(b)
+	for _, set := range []struct {
+		name  string
+		pairs []pair
+	}{{"differ", differ}, {"same", same}, {"all", append(append([]pair{}, differ...), same...)}} {
+		b.Run(set.name, func(b *testing.B) {
+			for _, tier := range tiers {
+				benchmarkTier(b, set.pairs, tier)
+			}
+		})
+	}
+}
+
+// BenchmarkForms runs single forms: on pages of which few words differ, and on
+// all.
+func BenchmarkForms(b *testing.B) {
+	differ, _ := samplePairs(b)
+	e := NewEncoder()
+	for _, set := range []struct {
+		name string
+		most int
+	}{{"le32", 32}, {"le128", 128}, {"all", words}} {
+		var few []pair
+		for _, p := range differ {
+			if _, n := differing(p.page, p.base); n <= set.most {
+				few = append(few, p)
+			}
+		}
+		b.Run(set.name+"/word-delta", func(b *testing.B) {
+			benchmarkPairs(b, few, func(dst []byte, p pair) (Tag, int, Reject) {
+				n := e.wordEncoder().encode(deltaModel(), dst, p.page, p.base, MaxProfitable, words)
+				if n < 0 {
+					return TagInvalid, 0, RejectUnprofitable
+				}
+				return TagWordDelta, n, RejectNone
+			})
+		})
+		b.Run(set.name+"/zstd-base", func(b *testing.B) {
+			benchmarkPairs(b, few, func(dst []byte, p pair) (Tag, int, Reject) {
+				tag, blob, why := e.zstd(TagZstdBase, p.page, p.base)
+				return tag, copy(dst, blob), why
+			})
+		})
+	}
+	alone := alonePairs(samplePages(b)...)
+	b.Run("alone/words", func(b *testing.B) {
+		benchmarkPairs(b, alone, func(dst []byte, p pair) (Tag, int, Reject) {
+			n := e.wordEncoder().encode(wordsModel(), dst, p.page, &zeroPage, MaxProfitable, words)
+			if n < 0 {
+				return TagInvalid, 0, RejectUnprofitable
+			}
+			return TagWords, n, RejectNone
+		})
+	})
+	b.Run("alone/zstd", func(b *testing.B) {
+		benchmarkPairs(b, alone, func(dst []byte, p pair) (Tag, int, Reject) {
+			tag, blob, why := e.zstd(TagZstd, p.page, nil)
+			return tag, copy(dst, blob), why
+		})
+	})
+	b.Run("models", func(b *testing.B) {
+		for b.Loop() {
+			newModel(unpackModel(deltaTables, deltaWidths))
+		}
+	})
 }

@@ -146,8 +146,9 @@ func TestBaseProperty(t *testing.T) {
 }
 
 // samplePairs reads pages of clones with the template's page at the same
-// place; pages equal to it and pages of zeros are left out.
-func samplePairs(t testing.TB) []pair {
+// place: those that differ from it and those that do not. Pages of zeros are
+// left out.
+func samplePairs(t testing.TB) (differ, same []pair) {
 	dir := os.Getenv("AGENTZIP_PAGES")
 	if dir == "" {
 		t.Skip("AGENTZIP_PAGES names no folder of pages")
@@ -160,24 +161,27 @@ func samplePairs(t testing.TB) []pair {
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no b_c*.bin files in %s (%v)", dir, err)
 	}
-	var pairs []pair
 	for _, file := range files {
 		raw, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i := 0; i+PageSize <= min(len(raw), len(template)); i += PageSize {
-			p, base := (*Page)(raw[i:]), (*Page)(template[i:])
-			if *p != *base && !IsZero(p) {
-				pairs = append(pairs, pair{p, base, i / PageSize})
+			p := pair{(*Page)(raw[i:]), (*Page)(template[i:]), i / PageSize}
+			switch {
+			case IsZero(p.page):
+			case *p.page == *p.base:
+				same = append(same, p)
+			default:
+				differ = append(differ, p)
 			}
 		}
 	}
-	return pairs
+	return differ, same
 }
 
 func TestSampleBase(t *testing.T) {
-	pairs := samplePairs(t)
+	pairs, _ := samplePairs(t)
 	e, d := NewEncoder(), NewDecoder()
 	for _, p := range pairs {
 		roundTripBase(t, e, d, p.page, p.base)
@@ -195,7 +199,7 @@ func TestSampleBase(t *testing.T) {
 			bytes[tag] += n
 			total += n
 		}
-		t.Logf("%-4v %d pages: %d bytes/page (rejected ones count whole)", tier, len(pairs), total/len(pairs))
+		t.Logf("%-4v %d pages: %.1f bytes/page (rejected ones count whole)", tier, len(pairs), float64(total)/float64(len(pairs)))
 		for tag := range count {
 			if count[tag] > 0 {
 				t.Logf("     %-10v %5d pages, %4d bytes/page", Tag(tag), count[tag], bytes[tag]/count[tag])

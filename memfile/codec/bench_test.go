@@ -75,71 +75,39 @@ func TestSample(t *testing.T) {
 	}
 }
 
-func benchmarkEncode(b *testing.B, pages []*Page, tier Tier) {
-	e := NewEncoder()
-	var buf [MaxEncoded]byte
-	e.Encode(buf[:], Input{Page: pages[0], Tier: tier})
-	total, i := 0, 0
-	b.SetBytes(PageSize)
-	b.ReportAllocs()
-	for b.Loop() {
-		_, n, why := e.Encode(buf[:], Input{Page: pages[i], Tier: tier})
-		if why != RejectNone {
-			n = PageSize
-		}
-		total += n
-		if i++; i == len(pages) {
-			i = 0
-		}
+// alonePairs are pages without a base.
+func alonePairs(pages ...*Page) (list []pair) {
+	for _, p := range pages {
+		list = append(list, pair{page: p})
 	}
-	b.ReportMetric(float64(total)/float64(b.N), "bytes/page")
+	return list
 }
 
-func benchmarkDecode(b *testing.B, pages []*Page, tier Tier) {
-	type blob struct {
-		tag  Tag
-		data []byte
-	}
-	var blobs []blob
-	e, d := NewEncoder(), NewDecoder()
-	var buf [MaxEncoded]byte
-	for _, p := range pages {
-		if tag, n, why := e.Encode(buf[:], Input{Page: p, Tier: tier}); why == RejectNone {
-			blobs = append(blobs, blob{tag, bytes.Clone(buf[:n])})
-		}
-	}
-	if len(blobs) == 0 {
-		b.Skip("rejected")
-	}
-	var out Page
-	i := 0
-	b.SetBytes(PageSize)
-	b.ReportAllocs()
-	for b.Loop() {
-		if err := d.Decode(&out, blobs[i].tag, blobs[i].data, nil); err != nil {
-			b.Fatal(err)
-		}
-		if i++; i == len(blobs) {
-			i = 0
-		}
-	}
+// benchmarkTier encodes and decodes pages in one tier.
+func benchmarkTier(b *testing.B, pairs []pair, tier Tier) {
+	e := NewEncoder()
+	b.Run(tier.String(), func(b *testing.B) {
+		benchmarkPairs(b, pairs, func(dst []byte, p pair) (Tag, int, Reject) {
+			return e.Encode(dst, Input{Page: p.page, Base: p.base, Tier: tier})
+		})
+	})
 }
 
 func BenchmarkSynthetic(b *testing.B) {
 	all := synthetic()
 	for _, name := range []string{"zero", "fill", "heap", "text", "random"} {
-		for _, tier := range tiers {
-			b.Run(name+"/"+tier.String()+"/encode", func(b *testing.B) { benchmarkEncode(b, []*Page{all[name]}, tier) })
-			b.Run(name+"/"+tier.String()+"/decode", func(b *testing.B) { benchmarkDecode(b, []*Page{all[name]}, tier) })
-		}
+		b.Run(name, func(b *testing.B) {
+			for _, tier := range tiers {
+				benchmarkTier(b, alonePairs(all[name]), tier)
+			}
+		})
 	}
 }
 
 func BenchmarkSample(b *testing.B) {
-	pages := samplePages(b)
+	pairs := alonePairs(samplePages(b)...)
 	for _, tier := range tiers {
-		b.Run(tier.String()+"/encode", func(b *testing.B) { benchmarkEncode(b, pages, tier) })
-		b.Run(tier.String()+"/decode", func(b *testing.B) { benchmarkDecode(b, pages, tier) })
+		benchmarkTier(b, pairs, tier)
 	}
 }
 

@@ -120,10 +120,13 @@ const (
 	// TagCluster is a page inside a blob that holds several pages. Reserved,
 	// not implemented.
 	TagCluster Tag = 9
+
+	// TagWords is TagWordDelta against a page of zeros, with other statistics.
+	TagWords Tag = 10
 )
 
 // NumTags is one more than the highest Tag, for arrays of counters.
-const NumTags = 10
+const NumTags = 11
 
 var tagNames = [NumTags]string{
 	TagInvalid:   "invalid",
@@ -136,6 +139,7 @@ var tagNames = [NumTags]string{
 	TagWordDelta: "word-delta",
 	TagZstdBase:  "zstd-base",
 	TagCluster:   "cluster",
+	TagWords:     "words",
 }
 
 // String returns a stable name, fit for counters.
@@ -157,10 +161,13 @@ const (
 	TierMid Tier = 1
 	// TierDeep is for pages that have been cold for a while.
 	TierDeep Tier = 2
+	// TierMax is for pages that will hardly be needed again. It alone writes
+	// TagWords.
+	TierMax Tier = 3
 )
 
 // NumTiers is the number of tiers, for arrays of counters.
-const NumTiers = 3
+const NumTiers = 4
 
 // String returns a stable name, fit for counters.
 func (t Tier) String() string {
@@ -171,6 +178,8 @@ func (t Tier) String() string {
 		return "mid"
 	case TierDeep:
 		return "deep"
+	case TierMax:
+		return "max"
 	}
 	return fmt.Sprintf("tier-%d", uint8(t))
 }

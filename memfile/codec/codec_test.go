@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"syscall"
@@ -63,7 +64,7 @@ func synthetic() map[string]*Page {
 	return pages
 }
 
-var tiers = []Tier{TierFast, TierMid, TierDeep}
+var tiers = []Tier{TierFast, TierMid, TierDeep, TierMax}
 
 // roundTrip encodes p in every tier and checks everything that must hold.
 func roundTrip(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder, p *Page) {
@@ -107,13 +108,13 @@ func roundTrip(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder, p 
 
 func TestSynthetic(t *testing.T) {
 	e, d := NewEncoder(), NewDecoder()
-	want := map[string][3]Tag{
-		"zero":   {TagZero, TagZero, TagZero},
-		"fill":   {TagFill, TagFill, TagFill},
-		"byte":   {TagFill, TagFill, TagFill},
+	want := map[string][NumTiers]Tag{
+		"zero":   {TagZero, TagZero, TagZero, TagZero},
+		"fill":   {TagFill, TagFill, TagFill, TagFill},
+		"byte":   {TagFill, TagFill, TagFill, TagFill},
 		"random": {},
-		"heap":   {TagS2, TagZstd, TagZstd},
-		"text":   {TagS2, TagZstd, TagZstd},
+		"heap":   {TagS2, TagZstd, TagZstd, TagWords},
+		"text":   {TagS2, TagZstd, TagZstd, TagZstd},
 	}
 	for name, p := range synthetic() {
 		t.Run(name, func(t *testing.T) {
@@ -212,45 +213,63 @@ func TestSumIsStable(t *testing.T) {
 // TestCorrupt checks that every truncation and many mutations of a blob give
 // either an error or exactly one page, and that truncation is an error.
 func TestCorrupt(t *testing.T) {
-	e, d := NewEncoder(), NewDecoder()
+	d := NewDecoder()
 	r := rand.New(rand.NewPCG(3, 4))
-	for name, p := range synthetic() {
+	forms(func(name string, p, base *Page, tag Tag, blob []byte) {
+		var got Page
+		for cut := range len(blob) {
+			if err := d.Decode(&got, tag, blob[:cut], base); err == nil {
+				if got == *p {
+					t.Fatalf("%s %v: right after a cut to %d of %d", name, tag, cut, len(blob))
+				}
+			} else if !errors.Is(err, ErrCorrupt) {
+				t.Fatalf("%s %v: %v", name, tag, err)
+			}
+		}
+		for range 300 {
+			bad := bytes.Clone(blob)
+			for range 1 + r.IntN(3) {
+				if len(bad) > 0 {
+					bad[r.IntN(len(bad))] ^= byte(1 + r.IntN(255))
+				}
+			}
+			if err := d.Decode(&got, tag, bad, base); err != nil && !errors.Is(err, ErrCorrupt) {
+				t.Fatalf("%s %v: %v", name, tag, err)
+			}
+		}
+		// Corruption must not stick to the decoder.
+		if err := d.Decode(&got, tag, blob, base); err != nil || got != *p {
+			t.Fatalf("%s %v: decoder broken by corrupt input: %v", name, tag, err)
+		}
+		// A blob too long is refused, also if its beginning is right.
+		if err := d.Decode(&got, tag, append(bytes.Clone(blob), make([]byte, MaxEncoded)...), base); !errors.Is(err, ErrCorrupt) {
+			t.Fatalf("%s %v: long blob: %v", name, tag, err)
+		}
+	})
+}
+
+// forms calls f with blobs of every form.
+func forms(f func(name string, p, base *Page, tag Tag, blob []byte)) {
+	e := NewEncoder()
+	r := rand.New(rand.NewPCG(13, 14))
+	try := func(name string, p, base *Page) {
 		for _, tier := range tiers {
-			var buf [MaxEncoded]byte
-			tag, n, why := e.Encode(buf[:], Input{Page: p, Tier: tier})
-			if why != RejectNone {
-				continue
+			buf := make([]byte, MaxEncoded)
+			if tag, n, why := e.Encode(buf, Input{Page: p, Base: base, Tier: tier}); why == RejectNone {
+				f(name, p, base, tag, buf[:n])
 			}
-			blob := buf[:n]
-			var got Page
-			for cut := range n {
-				if err := d.Decode(&got, tag, blob[:cut], nil); err == nil {
-					if got == *p {
-						t.Fatalf("%s %v: right after a cut to %d of %d", name, tag, cut, n)
-					}
-				} else if !errors.Is(err, ErrCorrupt) {
-					t.Fatalf("%s %v: %v", name, tag, err)
-				}
+		}
+		// Also where it is not the shortest.
+		if base != nil {
+			if tag, blob, why := e.zstd(TagZstdBase, p, base); why == RejectNone {
+				f(name, p, base, tag, bytes.Clone(blob))
 			}
-			for range 300 {
-				bad := bytes.Clone(blob)
-				for range 1 + r.IntN(3) {
-					if len(bad) > 0 {
-						bad[r.IntN(len(bad))] ^= byte(1 + r.IntN(255))
-					}
-				}
-				if err := d.Decode(&got, tag, bad, nil); err != nil && !errors.Is(err, ErrCorrupt) {
-					t.Fatalf("%s %v: %v", name, tag, err)
-				}
-			}
-			// Corruption must not stick to the decoder.
-			if err := d.Decode(&got, tag, blob, nil); err != nil || got != *p {
-				t.Fatalf("%s %v: decoder broken by corrupt input: %v", name, tag, err)
-			}
-			// A blob too long is refused, also if its beginning is right.
-			if err := d.Decode(&got, tag, append(bytes.Clone(blob), make([]byte, MaxEncoded)...), nil); !errors.Is(err, ErrCorrupt) {
-				t.Fatalf("%s %v: long blob: %v", name, tag, err)
-			}
+		}
+	}
+	for name, p := range synthetic() {
+		try(name, p, nil)
+		for kind := range 6 {
+			try(fmt.Sprintf("%s, change %d", name, kind), changed(p, r, kind, 40), p)
 		}
 	}
 }
@@ -262,7 +281,7 @@ func TestTags(t *testing.T) {
 		for _, blob := range [][]byte{nil, {}, {1}, make([]byte, 8), make([]byte, PageSize), make([]byte, 2*PageSize)} {
 			err := d.Decode(&p, tag, blob, nil)
 			switch tag {
-			case TagZero, TagFill, TagS2, TagZstd:
+			case TagZero, TagFill, TagS2, TagZstd, TagWords:
 				if err != nil && !errors.Is(err, ErrCorrupt) {
 					t.Errorf("%v: %v", tag, err)
 				}
@@ -326,31 +345,35 @@ func guarded(t *testing.T) *Page {
 // TestGuarded runs encoders and decoders, which are assembly in part, on pages
 // between unmapped neighbours, as guest pages at the end of a mapping are.
 func TestGuarded(t *testing.T) {
-	in, out, mem := guarded(t), guarded(t), guarded(t)
+	in, out, mem, guardedBase := guarded(t), guarded(t), guarded(t), guarded(t)
 	e, d := NewEncoder(), NewDecoder()
 	r := rand.New(rand.NewPCG(5, 6))
-	for _, p := range synthetic() {
+	forms(func(name string, p, base *Page, _ Tag, _ []byte) {
 		*in = *p
+		if base != nil {
+			*guardedBase = *base
+			base = guardedBase
+		}
 		for _, tier := range tiers {
 			var buf [MaxEncoded]byte
-			tag, n, why := e.Encode(buf[:], Input{Page: in, Tier: tier})
+			tag, n, why := e.Encode(buf[:], Input{Page: in, Base: base, Tier: tier})
 			if why != RejectNone {
 				continue
 			}
 			blob := mem[PageSize-n:]
 			copy(blob, buf[:n])
-			if err := d.Decode(out, tag, blob, nil); err != nil || *out != *p {
+			if err := d.Decode(out, tag, blob, base); err != nil || *out != *p {
 				t.Fatalf("%v: %v", tag, err)
 			}
-			for range 200 {
+			for range 50 {
 				copy(blob, buf[:n])
 				if n > 0 {
 					blob[r.IntN(n)] = byte(r.Uint32())
 				}
-				d.Decode(out, tag, blob, nil)
+				d.Decode(out, tag, blob, base)
 			}
 		}
-	}
+	})
 }
 
 func TestNoAllocations(t *testing.T) {
@@ -359,16 +382,27 @@ func TestNoAllocations(t *testing.T) {
 	}
 	e, d := NewEncoder(), NewDecoder()
 	var buf [MaxEncoded]byte
-	p := synthetic()["heap"]
-	for _, tier := range tiers {
-		tag, n, _ := e.Encode(buf[:], Input{Page: p, Tier: tier})
-		var out Page
-		d.Decode(&out, tag, buf[:n], nil)
-		if got := testing.AllocsPerRun(100, func() { e.Encode(buf[:], Input{Page: p, Tier: tier}) }); got >= 1 {
-			t.Errorf("%v: Encode allocates %v times per page", tier, got)
-		}
-		if got := testing.AllocsPerRun(100, func() { d.Decode(&out, tag, buf[:n], nil) }); got >= 1 {
-			t.Errorf("%v: Decode allocates %v times per page", tier, got)
+	r := rand.New(rand.NewPCG(15, 16))
+	text := synthetic()["text"]
+	for _, in := range []Input{
+		{Page: synthetic()["heap"]},
+		{Page: text},
+		{Page: changed(text, r, 2, 20), Base: text},
+		{Page: changed(text, r, 3, 0), Base: text},
+		{Page: text, Base: synthetic()["heap"]},
+		{Page: text, Base: text},
+	} {
+		for _, tier := range tiers {
+			in.Tier = tier
+			tag, n, _ := e.Encode(buf[:], in)
+			var out Page
+			d.Decode(&out, tag, buf[:n], in.Base)
+			if got := testing.AllocsPerRun(100, func() { e.Encode(buf[:], in) }); got >= 1 {
+				t.Errorf("%v: Encode allocates %v times per page", tier, got)
+			}
+			if got := testing.AllocsPerRun(100, func() { d.Decode(&out, tag, buf[:n], in.Base) }); got >= 1 {
+				t.Errorf("%v: Decode allocates %v times per page", tier, got)
+			}
 		}
 	}
 }
@@ -390,44 +424,61 @@ func held(f func() any) int64 {
 // TestMemory keeps the figures of the package comment honest.
 func TestMemory(t *testing.T) {
 	pages := synthetic()
-	warm := func(e *Encoder, tiers ...Tier) *Encoder {
+	text := pages["text"]
+	shifted := changed(text, rand.New(rand.NewPCG(17, 18)), 3, 0)
+	warm := func(e *Encoder, base *Page, tiers ...Tier) *Encoder {
 		var buf [MaxEncoded]byte
 		for _, tier := range tiers {
 			for _, p := range pages {
-				e.Encode(buf[:], Input{Page: p, Tier: tier})
+				e.Encode(buf[:], Input{Page: p, Base: base, Tier: tier})
 			}
 		}
 		return e
 	}
-	blob := func(tier Tier) (Tag, []byte) {
-		buf := make([]byte, MaxEncoded)
-		tag, n, _ := NewEncoder().Encode(buf, Input{Page: pages["text"], Tier: tier})
-		return tag, buf[:n]
-	}
-	s2Tag, s2Blob := blob(TierFast)
-	zTag, zBlob := blob(TierDeep)
-	decode := func(d *Decoder, tag Tag, b []byte) *Decoder {
+	decode := func(d *Decoder, tag Tag, blob []byte, base *Page) *Decoder {
 		var p Page
-		if err := d.Decode(&p, tag, b, nil); err != nil {
+		if err := d.Decode(&p, tag, blob, base); err != nil {
 			t.Fatal(err)
 		}
 		return d
 	}
-	decode(NewDecoder(), zTag, zBlob)
+	encode := func(in Input) (Tag, []byte) {
+		buf := make([]byte, MaxEncoded)
+		tag, n, _ := NewEncoder().Encode(buf, in)
+		return tag, buf[:n]
+	}
+	s2Tag, s2Blob := encode(Input{Page: text, Tier: TierFast})
+	zTag, zBlob := encode(Input{Page: text, Tier: TierDeep})
+	bTag, bBlob := encode(Input{Page: shifted, Base: text, Tier: TierDeep})
+	wTag, wBlob := encode(Input{Page: changed(text, rand.New(rand.NewPCG(19, 20)), 2, 5), Base: text})
+	if s2Tag != TagS2 || zTag != TagZstd || bTag != TagZstdBase || wTag != TagWordDelta {
+		t.Fatal("unexpected forms", s2Tag, zTag, bTag, wTag)
+	}
+	decode(NewDecoder(), zTag, zBlob, nil)
+	warm(NewEncoder(), text, tiers...)
+	models := held(func() any {
+		return []*model{newModel(unpackModel(deltaTables, deltaWidths)), newModel(unpackModel(wordsTables, wordsWidths))}
+	})
+	t.Logf("%-32s %7d bytes, once per process", "both models", models)
 	for _, c := range []struct {
 		name  string
 		limit int64
 		new   func() any
 	}{
-		{"encoder, TierFast", 16 << 10, func() any { return warm(NewEncoder(), TierFast) }},
-		{"encoder, TierMid", 352 << 10, func() any { return warm(NewEncoder(), TierMid) }},
-		{"encoder, TierDeep", 352 << 10, func() any { return warm(NewEncoder(), TierDeep) }},
-		{"encoder, all tiers", 700 << 10, func() any { return warm(NewEncoder(), tiers...) }},
-		{"decoder, s2", 12 << 10, func() any { return decode(NewDecoder(), s2Tag, s2Blob) }},
-		{"decoder, zstd", 48 << 10, func() any { return decode(NewDecoder(), zTag, zBlob) }},
+		{"encoder, TierFast", 8 << 10, func() any { return warm(NewEncoder(), nil, TierFast) }},
+		{"encoder, TierFast, with base", 40 << 10, func() any { return warm(NewEncoder(), text, TierFast) }},
+		{"encoder, TierMid", 352 << 10, func() any { return warm(NewEncoder(), nil, TierMid) }},
+		{"encoder, TierDeep", 352 << 10, func() any { return warm(NewEncoder(), nil, TierDeep) }},
+		{"encoder, TierDeep, with base", 500 << 10, func() any { return warm(NewEncoder(), text, TierDeep) }},
+		{"encoder, TierMax, with base", 140 << 10, func() any { return warm(NewEncoder(), text, TierMax) }},
+		{"encoder, all tiers, with base", 800 << 10, func() any { return warm(NewEncoder(), text, tiers...) }},
+		{"decoder, s2", 8 << 10, func() any { return decode(NewDecoder(), s2Tag, s2Blob, nil) }},
+		{"decoder, word delta", 8 << 10, func() any { return decode(NewDecoder(), wTag, wBlob, text) }},
+		{"decoder, zstd", 52 << 10, func() any { return decode(NewDecoder(), zTag, zBlob, nil) }},
+		{"decoder, zstd with base", 52 << 10, func() any { return decode(NewDecoder(), bTag, bBlob, text) }},
 	} {
 		got := held(c.new)
-		t.Logf("%-20s %7d bytes", c.name, got)
+		t.Logf("%-32s %7d bytes", c.name, got)
 		if got > c.limit && !raceEnabled {
 			t.Errorf("%s holds %d bytes, more than %d", c.name, got, c.limit)
 		}
@@ -449,6 +500,8 @@ func TestHostileMemory(t *testing.T) {
 			d.Decode(&p, TagZstd, blob, nil)
 			blob[0] |= 0x0f // long literals
 			d.Decode(&p, TagZstd, blob, nil)
+			d.Decode(&p, TagZstdBase, blob, &zeroPage)
+			d.Decode(&p, TagWordDelta, blob, &zeroPage)
 			d.Decode(&p, TagS2, blob, nil)
 		}
 	}

@@ -66,7 +66,7 @@ func (d *Decoder) Decode(dst *Page, tag Tag, blob []byte, base *Page) error {
 			*dst = *base
 			return nil
 		}
-	case TagS2, TagZstd:
+	case TagS2, TagZstd, TagWords:
 		base = nil
 	case TagPool, TagCluster:
 		return fmt.Errorf("%w: %v", ErrUnsupported, tag)
@@ -80,7 +80,9 @@ func (d *Decoder) Decode(dst *Page, tag Tag, blob []byte, base *Page) error {
 	case TagS2:
 		return d.s2(dst, blob)
 	case TagWordDelta:
-		return d.wordDelta(dst, blob, base)
+		return d.words(dst, tag, deltaModel(), blob, base)
+	case TagWords:
+		return d.words(dst, tag, wordsModel(), blob, &zeroPage)
 	}
 	return d.zstd(dst, tag, blob, base)
 }
@@ -93,13 +95,16 @@ func (d *Decoder) s2(dst *Page, blob []byte) (err error) {
 	return finish(dst, TagS2, out, err)
 }
 
-func (d *Decoder) wordDelta(dst *Page, blob []byte, base *Page) (err error) {
-	defer d.recovered(TagWordDelta, &err)
-	if !standard().decode(dst, blob, base) {
-		err = fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, TagWordDelta, len(blob))
+func (d *Decoder) words(dst *Page, tag Tag, m *model, blob []byte, base *Page) (err error) {
+	defer d.recovered(tag, &err)
+	if !m.decode(dst, blob, base) {
+		err = fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, tag, len(blob))
 	}
 	return err
 }
+
+// zeroPage is the base of TagWords.
+var zeroPage Page
 
 // zstd decodes with the base if there is one.
 func (d *Decoder) zstd(dst *Page, tag Tag, blob []byte, base *Page) (err error) {

@@ -8,14 +8,15 @@ import (
 	"sync"
 )
 
-// The model of TagWordDelta: which symbols there are, what their probabilities
+// The model of TagWordDelta and TagWords: which symbols there are, what their probabilities
 // depend on, and the tables made from the numbers in modeldata.go.
 
 // op is how a word is written that differs from the base's.
 type op = uint8
 
 const (
-	// Nothing is written for the word, because it equals the base's.
+	// Nothing is written for the word, because it equals the base's. As a
+	// symbol it ends a run of differing words.
 	opNone op = iota
 
 	// The word is the base's plus one of the last differences: a pointer into
@@ -54,7 +55,9 @@ const (
 	maxStride   = 16
 )
 
-// Symbols of a gap, the distance from one differing word to the next.
+// Symbols of a gap, the distance from one differing word to the next. Within a
+// run it is 1 and not written: where the last gap was 1, the next op follows, or
+// opNone and then a gap.
 const (
 	gapSame   = 0 // as the last
 	gapBefore = 1 // as the one before the last
@@ -94,6 +97,16 @@ const spanCount = 37
 var spanStart = [9]uint8{0, 1, 9, 16, 22, 27, 31, 34, 36}
 
 type span struct{ first, n uint8 }
+
+// xorSpan returns the symbol of the bytes of v that are not zero, and those
+// between.
+func xorSpan(v uint64) int {
+	if v == 0 {
+		return 0
+	}
+	first := bits.TrailingZeros64(v) >> 3
+	return int(spanStart[byteLen(v)-first]) + first
+}
 
 var spans = func() (s [spanCount]span) {
 	for n := 1; n <= 8; n++ {
@@ -153,47 +166,44 @@ func alphabet(context int) int {
 	return 256
 }
 
-// model holds the tables. Contexts with similar statistics share one. A table
-// has room for 256 symbols and is known by the place of its first.
+// A table is a distribution: the place of its codes, and in the upper half its
+// number.
+type table uint32
+
+// plainTable stands for equally probable bytes: these are not coded at all.
+const plainTable = ^table(0)
+
+// model holds the tables. Contexts with similar statistics share one.
 type model struct {
-	tables [numContexts]uint16
+	tables [numContexts]table
 	// codes and costs are the encoder's, for every symbol; the decoder uses
 	// codes too.
 	codes []code
 	costs []uint16 // in 1/64 bit
+	// spanCosts is the cost of a span and of what its bytes cost on average,
+	// for the op one stride before and the op.
+	spanCosts [numOps][int(numOps-opSpan) * spanCount]uint16
+	// nearCost is the cost of what follows opNear.
+	nearCost uint32
 	// symbols says whose interval it is, probOne entries per table.
 	symbols []uint8
 }
 
-const (
-	tableSize = 256
-	costBit   = 64
-	// plainTable stands for a table of equally probable bytes: these are not
-	// coded at all.
-	plainTable = 0xffff
-)
+const costBit = 64
 
 // newModel makes the tables. tables are their numbers for every context, or
-// plainTable; widths the widths of the symbols' intervals.
-func newModel(tables *[numContexts]uint16, widths [][]uint16) *model {
-	m := &model{
-		codes:   make([]code, len(widths)*tableSize),
-		costs:   make([]uint16, len(widths)*tableSize),
-		symbols: make([]uint8, len(widths)*probOne),
-	}
-	for c, t := range tables {
-		m.tables[c] = t
-		if t != plainTable {
-			m.tables[c] *= tableSize
-		}
-	}
+// noTable; widths the widths of the symbols' intervals.
+func newModel(tables *[numContexts]uint8, widths [][]uint16) *model {
+	m := &model{symbols: make([]uint8, 0, len(widths)*probOne)}
+	list := make([]table, len(widths))
 	for t, w := range widths {
+		list[t] = table(t<<16 | len(m.codes))
 		start := 0
 		for sym, width := range w {
-			m.codes[t*tableSize+sym] = makeCode(start, int(width))
-			m.costs[t*tableSize+sym] = uint16(math.Round(costBit * math.Log2(probOne/float64(width))))
+			m.codes = append(m.codes, makeCode(start, int(width)))
+			m.costs = append(m.costs, uint16(math.Round(costBit*math.Log2(probOne/float64(width)))))
 			for range width {
-				m.symbols[t*probOne+start] = uint8(sym)
+				m.symbols = append(m.symbols, uint8(sym))
 				start++
 			}
 		}
@@ -201,29 +211,77 @@ func newModel(tables *[numContexts]uint16, widths [][]uint16) *model {
 			panic("codec: intervals do not fill a table")
 		}
 	}
+	for c, t := range tables {
+		m.tables[c] = plainTable
+		if t != noTable {
+			m.tables[c] = list[t]
+		}
+	}
+	m.averages()
 	return m
 }
 
-// standard is the model that blobs are made with.
-var standard = sync.OnceValue(func() *model { return newModel(unpackModel(modelTables, modelWidths)) })
+// noTable is a table's number in modeldata.go where there is none.
+const noTable = 255
+
+// averages makes the tables that need costs.
+func (m *model) averages() {
+	// mean is the cost of a byte in a context.
+	mean := func(context int) float64 {
+		t := m.tables[context]
+		if t == plainTable {
+			return 8 * costBit
+		}
+		sum := 0.0
+		for _, c := range m.costs[t&0xffff:][:256] {
+			sum += float64(c) * math.Exp2(-float64(c)/costBit)
+		}
+		return sum
+	}
+	literal := func(o op, n int) float64 {
+		if n == 0 {
+			return 0
+		}
+		c := mean(byteContextOf(o, n))
+		if n > 1 {
+			c += mean(byteContextOf(o, n)+1) + float64(n-2)*8*costBit
+		}
+		return c
+	}
+	for o := opSpan; o < numOps; o++ {
+		for up := range m.spanCosts {
+			for sym := range spanCount {
+				n := int(spans[sym].n)
+				if o >= opSub {
+					n = min(sym, 8)
+				}
+				c := literal(o, n) + float64(m.costs[int(m.tables[spanContextOf(o, op(up))]&0xffff)+sym])
+				m.spanCosts[up][int(o-opSpan)*spanCount+sym] = uint16(math.Round(c))
+			}
+		}
+	}
+	m.nearCost = uint32(8*costBit + literal(opNear, 2))
+}
+
+// The models of TagWordDelta and TagWords.
+var (
+	deltaModel = sync.OnceValue(func() *model { return newModel(unpackModel(deltaTables, deltaWidths)) })
+	wordsModel = sync.OnceValue(func() *model { return newModel(unpackModel(wordsTables, wordsWidths)) })
+)
 
 // unpackModel reads the hexadecimal strings of modeldata.go: a byte per
-// context, 255 for plainTable; and the widths of one table after another, as
-// varints.
-func unpackModel(tables, widths string) (*[numContexts]uint16, [][]uint16) {
+// context, and the widths of one table after another as varints.
+func unpackModel(tables, widths string) (*[numContexts]uint8, [][]uint16) {
 	raw, err := hex.DecodeString(tables)
 	if err != nil || len(raw) != numContexts {
 		panic("codec: bad list of tables")
 	}
-	list := new([numContexts]uint16)
-	size := map[uint16]int{}
-	for c, t := range raw {
-		list[c] = uint16(t)
-		if t == 255 {
-			list[c] = plainTable
-			continue
+	list := (*[numContexts]uint8)(raw)
+	size := map[uint8]int{}
+	for c, t := range list {
+		if t != noTable {
+			size[t] = alphabet(c)
 		}
-		size[list[c]] = alphabet(c)
 	}
 	raw, err = hex.DecodeString(widths)
 	if err != nil {
@@ -231,7 +289,7 @@ func unpackModel(tables, widths string) (*[numContexts]uint16, [][]uint16) {
 	}
 	all := make([][]uint16, len(size))
 	for t := range all {
-		all[t] = make([]uint16, size[uint16(t)])
+		all[t] = make([]uint16, size[uint8(t)])
 		for i := range all[t] {
 			v, n := binary.Uvarint(raw)
 			all[t][i] = uint16(v)

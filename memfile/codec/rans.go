@@ -42,11 +42,19 @@ func ransEncode(dst []byte, symbols []code) (at int, state uint32) {
 			dst[at] = byte(x)
 			x >>= 8
 		}
-		q := x / width
+		q := uint32(uint64(x) * uint64(reciprocals[width]) >> 31)
 		x = q<<probBits + x - q*width + start
 	}
 	return at, x
 }
+
+// reciprocals[n] is 1<<31 / n rounded up: exact enough to divide a state by n.
+var reciprocals = func() (r [probOne + 1]uint32) {
+	for n := uint64(1); n <= probOne; n++ {
+		r[n] = uint32((1<<31 + n - 1) / n)
+	}
+	return r
+}()
 
 // ransPlain decodes n bits that plainCode coded.
 func ransPlain(in []byte, pos int, x uint32, n int) (v, newPos int, newX uint32) {
@@ -62,10 +70,10 @@ func ransPlain(in []byte, pos int, x uint32, n int) (v, newPos int, newX uint32)
 
 // symbol decodes a symbol of table t from in[pos:] and state x. At the end of
 // in it returns an arbitrary symbol and a state that no encoder ends with.
-func (m *model) symbol(in []byte, pos int, x uint32, t uint16) (sym uint32, newPos int, newX uint32) {
+func (m *model) symbol(in []byte, pos int, x uint32, t table) (sym uint32, newPos int, newX uint32) {
 	slot := x & (probOne - 1)
-	sym = uint32(m.symbols[uint32(t)*(probOne/tableSize)+slot])
-	c := uint32(m.codes[uint32(t)+sym])
+	sym = uint32(m.symbols[uint32(t)>>16<<probBits+slot])
+	c := uint32(m.codes[uint32(t)&0xffff+sym])
 	x = c&0xffff*(x>>probBits) + slot - c>>16
 	for x < ransLow && pos < len(in) {
 		x = x<<8 | uint32(in[pos])

@@ -10,9 +10,8 @@ import (
 	"testing"
 )
 
-// Training the model of TagWordDelta. With AGENTZIP_TRAIN=1 TestTrain writes
-// modeldata.go; without, it reports what the model is worth on pages it was not
-// trained on.
+// Training the models: they are made from the counts of symbols on the sample
+// pages. Contexts that are alike share a table.
 
 // counts are how often every symbol was seen in every context.
 type counts [numContexts][]float64
@@ -32,7 +31,7 @@ const trainingMark = 1 << 31
 func trainingModel(c *counts) *model {
 	m := &model{}
 	for i := range c {
-		m.tables[i] = uint16(len(m.codes))
+		m.tables[i] = table(len(m.codes))
 		sum := 0.0
 		for _, n := range c[i] {
 			sum += n
@@ -42,6 +41,7 @@ func trainingModel(c *counts) *model {
 			m.costs = append(m.costs, uint16(min(costBit*math.Log2((sum+1e-9)/(n+1e-9)), costBit*probBits)))
 		}
 	}
+	m.averages()
 	return m
 }
 
@@ -216,18 +216,17 @@ func quantize(c []float64) []uint16 {
 }
 
 // train makes a model from pages.
-func train(pairs []pair) (table *[numContexts]uint16, widths [][]uint16) {
+func train(pairs []pair) (tables *[numContexts]uint8, widths [][]uint16) {
 	c := newCounts()
 	for i := range c {
 		for s := range c[i] {
 			c[i][s] = 1
 		}
 	}
-	for round := range 4 {
-		c = smooth(count(trainingModel(c), pairs), 4)
-		_ = round
+	for range 6 {
+		c = smooth(count(trainingModel(c), pairs), 16)
 	}
-	table = new([numContexts]uint16)
+	tables = new([numContexts]uint8)
 	for g, group := range groups() {
 		if group[0] == byteContext {
 			// Leave bytes alone that are not worth a table.
@@ -237,8 +236,8 @@ func train(pairs []pair) (table *[numContexts]uint16, widths [][]uint16) {
 				for _, n := range c[i] {
 					sum += n
 				}
-				if 8*sum-entropy(c[i]) < 0.06*8*sum {
-					table[i] = plainTable
+				if 8*sum-entropy(c[i]) < 0.15*8*sum {
+					tables[i] = noTable
 				} else {
 					rest = append(rest, i)
 				}
@@ -248,7 +247,7 @@ func train(pairs []pair) (table *[numContexts]uint16, widths [][]uint16) {
 		for _, set := range cluster(c, group, tablesPerGroup[g]) {
 			sum := make([]float64, alphabet(set[0]))
 			for _, i := range set {
-				table[i] = uint16(len(widths))
+				tables[i] = uint8(len(widths))
 				for s, n := range c[i] {
 					sum[s] += n
 				}
@@ -256,7 +255,7 @@ func train(pairs []pair) (table *[numContexts]uint16, widths [][]uint16) {
 			widths = append(widths, quantize(sum))
 		}
 	}
-	return table, widths
+	return tables, widths
 }
 
 func (m *model) total(t *testing.T, pairs []pair) (total float64) {
@@ -277,45 +276,53 @@ func (m *model) total(t *testing.T, pairs []pair) (total float64) {
 	return total / float64(len(pairs))
 }
 
+// TestTrain reports what the models are worth on pages they were not trained on.
+// With AGENTZIP_TRAIN=1 it writes modeldata.go.
 func TestTrain(t *testing.T) {
-	pairs := samplePairs(t)
-	// Pages of one place in different clones are alike, so they go together.
-	var half [2][]pair
-	for _, p := range pairs {
-		half[p.at/50%2] = append(half[p.at/50%2], p)
-	}
-	var cross float64
-	for h := range half {
-		cross += newModel(train(half[h])).total(t, half[1-h]) / 2
-	}
-	table, widths := train(pairs)
-	m := newModel(table, widths)
-	t.Logf("%.1f bytes/page on other pages, %.1f on the pages trained on; %d tables", cross, m.total(t, pairs), len(widths))
-	if os.Getenv("AGENTZIP_TRAIN") == "" {
-		return
-	}
-	var tables, numbers []byte
-	for _, i := range table {
-		tables = append(tables, byte(i))
-	}
-	for _, w := range widths {
-		for _, v := range w {
-			numbers = binary.AppendUvarint(numbers, uint64(v))
-		}
+	differ, _ := samplePairs(t)
+	var alone []pair
+	for i, p := range samplePages(t) {
+		alone = append(alone, pair{p, new(Page), i / 8})
 	}
 	var b strings.Builder
 	b.WriteString("// Made by TestTrain; see there.\n\npackage codec\n")
 	for _, c := range []struct {
-		name string
-		data []byte
-	}{{"modelTables", tables}, {"modelWidths", numbers}} {
-		fmt.Fprintf(&b, "\nconst %s = \"\"", c.name)
-		for s := hex.EncodeToString(c.data); s != ""; {
-			n := min(len(s), 120)
-			fmt.Fprintf(&b, " +\n\t%q", s[:n])
-			s = s[n:]
+		name  string
+		pairs []pair
+	}{{"delta", differ}, {"words", alone}} {
+		// Pages of one place in different clones are alike, so they go together.
+		var half [2][]pair
+		for _, p := range c.pairs {
+			half[p.at/50%2] = append(half[p.at/50%2], p)
 		}
-		b.WriteString("\n")
+		var cross float64
+		for h := range half {
+			cross += newModel(train(half[h])).total(t, half[1-h]) / 2
+		}
+		list, widths := train(c.pairs)
+		t.Logf("%s: %.1f bytes/page on other pages, %.1f on the pages trained on; %d tables",
+			c.name, cross, newModel(list, widths).total(t, c.pairs), len(widths))
+		var numbers []byte
+		for _, w := range widths {
+			for _, v := range w {
+				numbers = binary.AppendUvarint(numbers, uint64(v))
+			}
+		}
+		for _, d := range []struct {
+			name string
+			data []byte
+		}{{"Tables", list[:]}, {"Widths", numbers}} {
+			fmt.Fprintf(&b, "\nconst %s%s = \"\"", c.name, d.name)
+			for s := hex.EncodeToString(d.data); s != ""; {
+				n := min(len(s), 120)
+				fmt.Fprintf(&b, " +\n\t%q", s[:n])
+				s = s[n:]
+			}
+			b.WriteString("\n")
+		}
+	}
+	if os.Getenv("AGENTZIP_TRAIN") == "" {
+		return
 	}
 	if err := os.WriteFile("modeldata.go", []byte(b.String()), 0o644); err != nil {
 		t.Fatal(err)

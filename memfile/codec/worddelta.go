@@ -46,7 +46,7 @@ type wordEncoder struct {
 
 // maxCodes is enough for a gap, an op, a distance, a span, their plain bits and
 // two bytes of every word.
-const maxCodes = words*8 + 1
+const maxCodes = words*8 + 2
 
 func hashWord(v uint64) uint8 { return uint8(v * 0x9e3779b97f4a7c15 >> 56) }
 
@@ -148,24 +148,21 @@ func (e *wordEncoder) symbols(m *model, p, base *Page, changed *bitmap, n, limit
 			i := c*64 + bits.TrailingZeros64(mask)
 			x, y := word(p, i), word(base, i)
 
-			// The gap.
-			up = opNone
-			if j := last + 1 - stride; j >= 0 {
-				up = e.ops[j]
-			}
-			context := gapContextOf(prev, up)
 			gap := i - last
-			switch gap {
-			case gap0:
-				e.code(m, context, gapSame)
-			case gap1:
-				e.code(m, context, gapBefore)
-				gap0, gap1 = gap, gap0
-			default:
-				gap0, gap1 = gap, gap0
-				sym, extra := bucket(gap)
-				e.code(m, context, gapFirst+sym)
-				e.plain(gap, extra)
+			if gap0 != 1 || gap != 1 {
+				context := e.endRun(m, last, prev, gap0)
+				switch gap {
+				case gap0:
+					e.code(m, context, gapSame)
+				case gap1:
+					e.code(m, context, gapBefore)
+					gap0, gap1 = gap, gap0
+				default:
+					gap0, gap1 = gap, gap0
+					sym, extra := bucket(gap)
+					e.code(m, context, gapFirst+sym)
+					e.plain(gap, extra)
+				}
 			}
 
 			// The op that costs least.
@@ -178,8 +175,8 @@ func (e *wordEncoder) symbols(m *model, p, base *Page, changed *bitmap, n, limit
 			if i >= stride {
 				up = e.ops[i-stride]
 			}
-			context = opContextOf(prev, up, gap)
-			costs := m.costs[m.tables[context]:][:numOps]
+			context := opContextOf(prev, up, gap)
+			costs := m.costs[m.tables[context]&0xffff:][:numOps]
 			d := x - y
 			best, bestCost := opNone, uint32(1<<30)
 			var distance, symbol int
@@ -218,50 +215,46 @@ func (e *wordEncoder) symbols(m *model, p, base *Page, changed *bitmap, n, limit
 					distance = i - j
 				}
 				// Differences from predictions.
-				var preds [numOps - opSpan]uint64
-				preds[opBase-opSpan] = x ^ y
-				preds[opPlain-opSpan] = x
-				preds[opOtherSub-opSpan] = zigzag(x - value[1])
-				valid := uint(1<<(opBase-opSpan) | 1<<(opPlain-opSpan) | 1<<(opOtherSub-opSpan))
+				var v [numOps]uint64
+				valid := uint32(1<<opBase | 1<<opPlain | 1<<opOtherSub)
+				v[opBase] = x ^ y
+				v[opPlain] = x
+				v[opOtherSub] = zigzag(x - value[1])
+				if i > 0 {
+					v[opPrevSub] = zigzag(x - word(p, i-1))
+					valid |= 1 << opPrevSub
+				}
 				if i >= stride {
-					preds[opStrideXor-opSpan] = x ^ atStride
-					preds[opStrideSub-opSpan] = zigzag(x - atStride)
-					valid |= 1<<(opStrideXor-opSpan) | 1<<(opStrideSub-opSpan)
+					v[opStrideXor] = x ^ atStride
+					v[opStrideSub] = zigzag(x - atStride)
+					valid |= 1<<opStrideXor | 1<<opStrideSub
 				}
 				if again != 0 && i-again >= -words {
-					preds[opAgainXor-opSpan] = x ^ atAgain
-					valid |= 1 << (opAgainXor - opSpan)
+					v[opAgainXor] = x ^ atAgain
+					valid |= 1 << opAgainXor
 				}
-				if i > 0 {
-					preds[opPrevSub-opSpan] = zigzag(x - word(p, i-1))
-					valid |= 1 << (opPrevSub - opSpan)
-				}
-				for ; valid != 0; valid &= valid - 1 {
-					o := opSpan + op(bits.TrailingZeros(valid))
-					v := preds[o-opSpan]
-					sym := 0
-					if o < opSub {
-						first := bits.TrailingZeros64(v) / 8
-						v >>= first * 8
-						sym = int(spanStart[byteLen(v)]) + first&7
-						if v == 0 {
-							sym = 0
-						}
-					} else {
-						sym = byteLen(v)
-					}
-					cost := uint32(costs[o]) + uint32(m.costs[int(m.tables[spanContextOf(o, up)])+sym])
-					if cost >= bestCost {
+				more := &m.spanCosts[up]
+				for o := opSpan; o < numOps; o++ {
+					if valid>>o&1 == 0 {
 						continue
 					}
-					cost += m.byteCosts(o, v, byteLen(v))
-					if cost < bestCost {
-						best, bestCost, symbol, rest = o, cost, sym, v
+					sym := 0
+					if o < opSub {
+						sym = xorSpan(v[o])
+					} else {
+						sym = byteLen(v[o])
 					}
+					if cost := uint32(costs[o]) + uint32(more[int(o-opSpan)*spanCount+sym]); cost < bestCost {
+						best, bestCost, symbol = o, cost, sym
+					}
+				}
+				rest = v[best]
+				if best < opSub {
+					rest >>= spans[symbol].first * 8
 				}
 				if j := int(e.near[hn]) - origin; j >= -words && past(p, base, j)>>16 == x>>16 {
 					before := best
-					try(opNear, 8*costBit+m.byteCosts(opNear, x&0xffff, 2))
+					try(opNear, m.nearCost)
 					if best != before {
 						distance = i - j
 					}
@@ -300,12 +293,23 @@ func (e *wordEncoder) symbols(m *model, p, base *Page, changed *bitmap, n, limit
 			}
 		}
 	}
-	up = opNone
-	if j := last + 1 - stride; j >= 0 {
+	if last < words-1 {
+		e.code(m, e.endRun(m, last, prev, gap0), gapEnd)
+	}
+	return true
+}
+
+// endRun returns the context of a gap, and before that says that one comes if
+// the last gap was 1.
+func (e *wordEncoder) endRun(m *model, last int, prev op, gap int) int {
+	up := opNone
+	if j := last + 1 - e.stride; j >= 0 {
 		up = e.ops[j]
 	}
-	e.code(m, gapContextOf(prev, up), gapEnd)
-	return true
+	if gap == 1 {
+		e.code(m, opContextOf(prev, up, 1), int(opNone))
+	}
+	return gapContextOf(prev, up)
 }
 
 // Where this many words differ, opCopy and opNear may take any word of the page
@@ -339,7 +343,7 @@ func (e *wordEncoder) finish(dst []byte, limit int) int {
 }
 
 func (e *wordEncoder) code(m *model, context, sym int) {
-	e.codes[e.n] = m.codes[int(m.tables[context])+sym]
+	e.codes[e.n] = m.codes[int(m.tables[context]&0xffff)+sym]
 	e.n++
 }
 
@@ -364,7 +368,7 @@ func (e *wordEncoder) literal(m *model, o op, v uint64, n int) {
 	}
 	context := byteContextOf(o, n)
 	if t := m.tables[context]; t != plainTable {
-		e.codes[e.n] = m.codes[int(t)+int(byte(v))]
+		e.codes[e.n] = m.codes[int(t&0xffff)+int(byte(v))]
 		e.n++
 		v >>= 8
 		n--
@@ -374,31 +378,13 @@ func (e *wordEncoder) literal(m *model, o op, v uint64, n int) {
 	}
 	if t := m.tables[context+1]; t != plainTable {
 		n--
-		e.codes[e.n] = m.codes[int(t)+int(byte(v>>(8*n)))]
+		e.codes[e.n] = m.codes[int(t&0xffff)+int(byte(v>>(8*n)))]
 		e.n++
 	}
 	e.t -= n
 	for i := range n {
 		e.tail[e.t+i] = byte(v >> (8 * i))
 	}
-}
-
-// byteCosts is the cost of what literal writes.
-func (m *model) byteCosts(o op, v uint64, n int) uint32 {
-	if n == 0 {
-		return 0
-	}
-	context := byteContextOf(o, n)
-	cost := uint32(n) * 8 * costBit
-	if t := m.tables[context]; t != plainTable {
-		cost += uint32(m.costs[int(t)+int(byte(v))]) - 8*costBit
-	}
-	if n > 1 {
-		if t := m.tables[context+1]; t != plainTable {
-			cost += uint32(m.costs[int(t)+int(byte(v>>(8*n-8)))]) - 8*costBit
-		}
-	}
-	return cost
 }
 
 // decode restores a page. It reports false for a malformed blob.
@@ -421,40 +407,45 @@ func (m *model) decode(dst *Page, blob []byte, base *Page) bool {
 		again      int
 		sym        uint32
 	)
-	for {
+	for last < words-1 {
 		up := opNone
 		if j := last + 1 - stride; j >= 0 {
 			up = ops[j]
 		}
-		sym, pos, x = m.symbol(in, pos, x, m.tables[gapContextOf(prev, up)])
-		gap := gap0
-		switch sym {
-		case gapSame:
-		case gapBefore:
-			gap = gap1
-			gap0, gap1 = gap1, gap0
-		case gapEnd:
-			return x == ransLow && pos == len(in)
-		default:
-			var extra, v int
-			gap, extra = unbucket(int(sym) - gapFirst)
-			if extra > 0 {
-				v, pos, x = ransPlain(in, pos, x, extra)
-				gap += v
+		o := opNone
+		if gap0 == 1 {
+			sym, pos, x = m.symbol(in, pos, x, m.tables[opContextOf(prev, up, 1)])
+			o = op(sym)
+		}
+		i := last + 1
+		if o == opNone {
+			sym, pos, x = m.symbol(in, pos, x, m.tables[gapContextOf(prev, up)])
+			gap := gap0
+			switch sym {
+			case gapSame:
+			case gapBefore:
+				gap0, gap1 = gap1, gap0
+				gap = gap0
+			case gapEnd:
+				return x == ransLow && pos == len(in)
+			default:
+				var extra, v int
+				gap, extra = unbucket(int(sym) - gapFirst)
+				if extra > 0 {
+					v, pos, x = ransPlain(in, pos, x, extra)
+					gap += v
+				}
+				gap0, gap1 = gap, gap0
 			}
-			gap0, gap1 = gap, gap0
+			if i = last + gap; i >= words {
+				return false
+			}
+			if up = opNone; i >= stride {
+				up = ops[i-stride]
+			}
+			sym, pos, x = m.symbol(in, pos, x, m.tables[opContextOf(prev, up, gap)])
+			o = op(sym)
 		}
-		i := last + gap
-		if i >= words {
-			return false
-		}
-
-		up = opNone
-		if i >= stride {
-			up = ops[i-stride]
-		}
-		sym, pos, x = m.symbol(in, pos, x, m.tables[opContextOf(prev, up, gap)])
-		o := op(sym)
 		y := word(base, i)
 		var w uint64
 		switch o {
@@ -569,4 +560,5 @@ func (m *model) decode(dst *Page, blob []byte, base *Page) bool {
 		ops[i] = o
 		last, prev = i, o
 	}
+	return x == ransLow && pos == len(in)
 }
