@@ -490,7 +490,7 @@ func guestPath(t testing.TB, name string) string {
 		skip(t, "gcc is missing: apt-get install gcc libc6-dev")
 	}
 	guests.Do(func() {
-		guests.dir, guests.err = os.MkdirTemp("", "agentzip-guests-")
+		guests.dir, guests.err = os.MkdirTemp("", "agentzip-template-guests-")
 		if guests.err != nil {
 			return
 		}
