@@ -161,13 +161,15 @@ const (
 	TierMid Tier = 1
 	// TierDeep is for pages that have been cold for a while.
 	TierDeep Tier = 2
+
 	// TierMax is for pages that will hardly be needed again. It alone writes
-	// TagWords.
+	// TagWords, which a caller must be prepared for: hence it is not counted
+	// in NumTiers.
 	TierMax Tier = 3
 )
 
-// NumTiers is the number of tiers, for arrays of counters.
-const NumTiers = 4
+// NumTiers is the number of tiers up to TierDeep, for arrays of counters.
+const NumTiers = 3
 
 // String returns a stable name, fit for counters.
 func (t Tier) String() string {

@@ -108,7 +108,7 @@ func roundTrip(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder, p 
 
 func TestSynthetic(t *testing.T) {
 	e, d := NewEncoder(), NewDecoder()
-	want := map[string][NumTiers]Tag{
+	want := map[string][NumTiers + 1]Tag{
 		"zero":   {TagZero, TagZero, TagZero, TagZero},
 		"fill":   {TagFill, TagFill, TagFill, TagFill},
 		"byte":   {TagFill, TagFill, TagFill, TagFill},
@@ -313,7 +313,7 @@ func TestTags(t *testing.T) {
 	for r := range Reject(NumRejects + 1) {
 		names(r.String())
 	}
-	for tier := range Tier(NumTiers + 1) {
+	for tier := range Tier(NumTiers + 2) {
 		names(tier.String())
 	}
 }
