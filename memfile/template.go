@@ -41,7 +41,7 @@ func (b *Backend) HasTemplate() bool { return b.template != nil }
 func (b *Backend) Adopt(r Range, off uint64) error {
 	e := extent{r.Start >> pageShift, (r.End - r.Start) >> pageShift, off >> pageShift}
 	if b.template == nil || e.tpl+e.n > b.template.Pages() {
-		return fmt.Errorf("the template has no pages at offsets %#x-%#x: the image is truncated or of another checkpoint", off, off+r.End-r.Start)
+		return fmt.Errorf("pages.img has no pages at offsets %#x-%#x: the image is truncated or mixed with files of another; make or copy it again", off, off+r.End-r.Start)
 	}
 	var es []extent
 	if p := b.extents.Load(); p != nil {

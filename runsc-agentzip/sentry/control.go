@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -116,12 +117,26 @@ func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 
 // openTemplate implements sandbox.AgentzipTemplate. It runs outside of the
 // sandbox, in the command that restores it.
-func openTemplate(conf *config.Config, dir string) ([]*os.File, error) {
+func openTemplate(conf *config.Config, dir string, opened []*os.File) ([]*os.File, error) {
+	if len(opened) < 3 {
+		// An image in one file, compressed or not, is loaded as usual.
+		pages := filepath.Join(dir, template.PagesFile)
+		if _, err := os.Stat(pages); err == nil {
+			return nil, fmt.Errorf("%s is there, but %s is missing: the image is incomplete; copy or make it again", pages, filepath.Join(dir, template.MetaFile))
+		}
+		return nil, nil
+	}
 	if !conf.Agentzip || conf.AgentzipTemplate == "load" {
 		return nil, nil
 	}
 	t, err := template.Open(dir, log.Infof)
 	if err != nil {
+		return nil, err
+	}
+	// The folder may have got another image since the restore opened its
+	// files.
+	if err := t.CheckMetadata(opened[0], opened[1]); err != nil {
+		_ = t.Close()
 		return nil, err
 	}
 	pages, index := t.Files()

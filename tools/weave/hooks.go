@@ -154,7 +154,9 @@ var edits = []Edit{
 	// --- Checkpoint and restore ---
 
 	{File: "pkg/sentry/pgalloc/save_restore.go", Decl: "MemoryFile.LoadFrom",
-		Anchor: "if amfl != nil {\n\t\t\t// Record where to read data.", Where: Replace, Text: `if f.backend.adopt(maFR, &opts.PagesFileOffset) {
+		Anchor: "if amfl != nil {\n\t\t\t// Record where to read data.", Where: Replace, Text: `if adopted, err := f.backend.adopt(maFR, &opts.PagesFileOffset); err != nil {
+			return err
+		} else if adopted {
 			// The template has these pages; nothing to load.
 		} else if amfl != nil {
 			// Record where to read data.`},
@@ -175,8 +177,8 @@ var edits = []Edit{
 	}`},
 	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
 		Anchor: "conn, err := s.sandboxConnect()", Where: Before, Text: `
-	if AgentzipTemplate != nil && opt.HavePagesFile && !direct {
-		files, err := AgentzipTemplate(conf, imagePath)
+	if AgentzipTemplate != nil && !opt.UseCheckpointGofer && !direct {
+		files, err := AgentzipTemplate(conf, imagePath, opt.FilePayload.Files)
 		if err != nil {
 			return err
 		}

@@ -154,17 +154,15 @@ func (r *pageBackendRef) gate(fr memmap.FileRange) error {
 // adopt takes over the pages in fr, which the pages file of the checkpoint being
 // loaded has from off on, and advances off. It returns false if they are to be
 // loaded as usual.
-func (r *pageBackendRef) adopt(fr memmap.FileRange, off *uint64) bool {
+func (r *pageBackendRef) adopt(fr memmap.FileRange, off *uint64) (bool, error) {
 	if !r.hasTemplate {
-		return false
+		return false, nil
 	}
 	if err := r.b.Adopt(fr.Start, fr.End, *off); err != nil {
-		// Loading will fail too, with the reader's own words.
-		log.Warningf("Not using the template for pages %v: %v", fr, err)
-		return false
+		return false, err
 	}
 	*off += fr.Length()
-	return true
+	return true, nil
 }
 
 func (r *pageBackendRef) extend(size uint64) error {
