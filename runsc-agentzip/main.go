@@ -26,11 +26,29 @@ func main() {
 		fmt.Fprintf(os.Stderr, "runsc-agentzip: %v\n", err)
 		os.Exit(128)
 	}
+	warnNotRoot()
 	// The sandbox process is this binary again ("boot"), so what is registered
 	// here reaches the Sentry.
 	sentry.Register()
 	maincli.ExtraCommands = map[util.SubCommand]string{new(cmd.Agentzip): "agentzip"}
 	maincli.Main()
+}
+
+// warnNotRoot says in advance why most commands fail for other users: runsc's
+// own messages are about the first thing that they lack.
+func warnNotRoot() {
+	if os.Geteuid() == 0 {
+		return
+	}
+	for _, arg := range os.Args[1:] {
+		switch arg {
+		case "run", "create", "restore", "checkpoint", "agentzip":
+			fmt.Fprintf(os.Stderr, "runsc-agentzip: user %d is not root, which %q needs unless the sandbox is rootless\n", os.Geteuid(), arg)
+		}
+		if !strings.HasPrefix(arg, "-") {
+			return
+		}
+	}
 }
 
 // checkHome refuses to run from below /tmp: the sandbox process makes its

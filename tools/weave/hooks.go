@@ -232,6 +232,11 @@ var edits = []Edit{
 		bootBinPath = specutils.ExePath
 	}
 `},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
+		Anchor: "fmt.Errorf(\"restoring container %q: %v\", cid, err)", Where: Replace, Text: `restoreError(cid, imagePath, err)`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Wait",
+		Anchor: "return s.status, nil", Where: Before, Text: `
+	s.explainEnd()`},
 	{File: "runsc/cli/maincli/maincli.go", Decl: "commands",
 		Anchor: "// Merge alias commands.", Where: Before, Text: `
 	for c, group := range ExtraCommands {
@@ -246,7 +251,7 @@ var edits = []Edit{
 `},
 	{File: "runsc/config/config.go", Decl: "Config.Validate",
 		Anchor: "if c.Overlay && c.Overlay2.Enabled() {", Where: Before, Text: `
-	if err := c.validateAgentzip(); err != nil {
+	if err := c.ValidateAgentzip(); err != nil {
 		return err
 	}`},
 	{File: "runsc/specutils/specutils.go", Decl: "FixConfig",

@@ -51,8 +51,8 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Uint("agentzip-test-corrupt", 0, "TEST ONLY: flip a bit in the n-th stored page, to see that the checksum catches it.")
 }
 
-// validateAgentzip checks the values of our flags.
-func (c *Config) validateAgentzip() error {
+// ValidateAgentzip checks the values of our flags.
+func (c *Config) ValidateAgentzip() error {
 	if c.AgentzipMapUnit == 0 && c.AgentzipWorkers == 0 && !c.Agentzip {
 		// A Config that was not made from flags.
 		return nil

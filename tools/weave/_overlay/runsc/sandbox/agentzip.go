@@ -1,8 +1,12 @@
 package sandbox
 
 import (
+	"fmt"
 	"os"
+	"strings"
 
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/log"
 	"gvisor.dev/gvisor/runsc/config"
 )
 
@@ -14,4 +18,25 @@ var AgentzipTemplate func(conf *config.Config, dir string, opened []*os.File) ([
 // Call calls a method on the sandbox's control socket.
 func (s *Sandbox) Call(method string, arg, result any) error {
 	return s.call(method, arg, result)
+}
+
+// restoreError says which files a restore failed on: the Sentry, which found
+// out, knows only descriptors.
+func restoreError(cid, dir string, err error) error {
+	// Decoding errors carry the stack of the decoder.
+	what, stack, ok := strings.Cut(err.Error(), "\ngoroutine ")
+	if ok {
+		log.Warningf("Restore failed at goroutine %s", stack)
+	}
+	return fmt.Errorf("restoring container %q from %s (checkpoint.img, and pages_meta.img and pages.img if there are any): %s; if it worked before, the image may be truncated or damaged: copy or make it again", cid, dir, what)
+}
+
+// explainEnd tells a user whose sandbox was killed what may have done it: a
+// process that the kernel kills for want of memory cannot say so itself.
+//
+// Preconditions: s.statusMu must be locked, and the sandbox has exited.
+func (s *Sandbox) explainEnd() {
+	if s.status.Signaled() && s.status.Signal() == unix.SIGKILL {
+		fmt.Fprintf(os.Stderr, "runsc-agentzip: the sandbox of container %q was killed (SIGKILL). If nobody did that on purpose, it needed more memory than the limit of its cgroup or the host allows: raise the limit, or run fewer sandboxes\n", s.ID)
+	}
 }

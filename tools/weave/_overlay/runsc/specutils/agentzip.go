@@ -36,6 +36,9 @@ func applyAgentzipAnnotations(conf *config.Config, spec *specs.Spec) error {
 		if err := conf.Override(flag.CommandLine, name, spec.Annotations[k], true /* force */); err != nil {
 			return fmt.Errorf("annotation %q: %w", k, err)
 		}
+		if err := conf.ValidateAgentzip(); err != nil {
+			return fmt.Errorf("annotation %q: %w", k, err)
+		}
 		log.Infof("Annotation %s sets --%s=%q", k, name, spec.Annotations[k])
 	}
 	return nil
