@@ -111,7 +111,7 @@ func (b *Backend) Stats() control.Stats {
 	if b.template != nil {
 		s.TemplateBytes = b.template.Pages() << pageShift
 	}
-	s.Pages.Compressed = f(codec.TagFill) + f(codec.TagS2) + f(codec.TagZstd)
+	s.Pages.Compressed = f(codec.TagFill) + f(codec.TagWords) + f(codec.TagS2) + f(codec.TagZstd)
 	s.Pages.Raw = uint64(max(b.stats.raw.Load(), 0))
 	s.Pages.Resident = held >> pageShift
 	s.Pages.Resident -= min(s.Pages.Resident, s.Pages.Raw)
