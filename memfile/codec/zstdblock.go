@@ -34,23 +34,25 @@ type stream struct {
 	headerN int
 }
 
-// code ranges.
+// maxCode are the highest codes of each kind.
 var maxCode = [3]int{35, 31, 52}
 
-// lengths longer than what has a code of its own: where each code begins and
-// how many bits follow it.
-type base struct {
+// interval is what a code stands for: the numbers from here on that differ in so
+// many bits. These follow the code.
+type interval struct {
 	from uint32
 	bits uint8
 }
 
-var literalBases = makeBases(16, 0, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12})
-var matchBases = makeBases(32, 3, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12})
+var literalCodes = makeIntervals(16, 0, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12})
+var matchCodes = makeIntervals(32, 3, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12})
 
-func makeBases(single int, from uint32, more []uint8) []base {
-	var r []base
+// makeIntervals makes intervals from a number on: first some of a single number,
+// then those with bits.
+func makeIntervals(single int, from uint32, more []uint8) []interval {
+	var r []interval
 	for i := range single + len(more) {
-		b := base{from: from}
+		b := interval{from: from}
 		if i >= single {
 			b.bits = more[i-single]
 		}
@@ -60,16 +62,16 @@ func makeBases(single int, from uint32, more []uint8) []base {
 	return r
 }
 
-// codeOf are the codes of short lengths.
+// The codes of short lengths; a match's is that of the length less 3.
 var literalCode, matchCode [256]uint8
 
 func init() {
-	for c, b := range literalBases {
+	for c, b := range literalCodes {
 		for i := b.from; i < b.from+1<<b.bits && i < 256; i++ {
 			literalCode[i] = uint8(c)
 		}
 	}
-	for c, b := range matchBases {
+	for c, b := range matchCodes {
 		for i := b.from; i < b.from+1<<b.bits && i-3 < 256; i++ {
 			matchCode[i-3] = uint8(c)
 		}
@@ -261,8 +263,8 @@ func (b *blockWriter) write(seqs []sequence, literals []byte) []byte {
 	for {
 		s := seqs[n]
 		l, o, m := ll.codes[n], of.codes[n], ml.codes[n]
-		w.add(uint32(s.literals)-literalBases[l].from, literalBases[l].bits)
-		w.add(uint32(s.length)-matchBases[m].from, matchBases[m].bits)
+		w.add(uint32(s.literals)-literalCodes[l].from, literalCodes[l].bits)
+		w.add(uint32(s.length)-matchCodes[m].from, matchCodes[m].bits)
 		w.flush()
 		w.add(uint32(s.offset), o)
 		n--
@@ -293,10 +295,11 @@ func (s *stream) choose(kind, n int) (*fseTable, uint8) {
 		modeCompressed = 2
 	)
 	s.headerN = 0
-	most, top := 0, 0
+	most, top, different := 0, 0, 0
 	for c, k := range s.count[:maxCode[kind]+1] {
 		if k > 0 {
 			top = c
+			different++
 		}
 		if int(s.count[c]) > int(s.count[most]) {
 			most = c
@@ -316,6 +319,9 @@ func (s *stream) choose(kind, n int) (*fseTable, uint8) {
 		given = cost(s.count[:top+1], p.norm, p.log)
 	}
 	log := uint8(max(5, min(maxLog, bits.Len(uint(n))-2)))
+	if different > 1<<log {
+		log = maxLog // which is enough for all
+	}
 	norm := s.norm[:top+1]
 	normalize(norm, s.count[:top+1], n, log)
 	s.headerN = writeNorm(s.header[:], norm, log)
