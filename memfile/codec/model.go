@@ -227,14 +227,15 @@ const noTable = 255
 // averages makes the tables that need costs.
 func (m *model) averages() {
 	// mean is the cost of a byte in a context.
+	means := map[table]float64{plainTable: 8 * costBit}
 	mean := func(context int) float64 {
 		t := m.tables[context]
-		if t == plainTable {
-			return 8 * costBit
-		}
-		sum := 0.0
-		for _, c := range m.costs[t&0xffff:][:256] {
-			sum += float64(c) * math.Exp2(-float64(c)/costBit)
+		sum, ok := means[t]
+		if !ok {
+			for _, c := range m.costs[t&0xffff:][:256] {
+				sum += float64(c) * math.Exp2(-float64(c)/costBit)
+			}
+			means[t] = sum
 		}
 		return sum
 	}
@@ -249,13 +250,17 @@ func (m *model) averages() {
 		return c
 	}
 	for o := opSpan; o < numOps; o++ {
+		var literals [9]float64
+		for n := range literals {
+			literals[n] = literal(o, n)
+		}
 		for up := range m.spanCosts {
 			for sym := range spanCount {
 				n := int(spans[sym].n)
 				if o >= opSub {
 					n = min(sym, 8)
 				}
-				c := literal(o, n) + float64(m.costs[int(m.tables[spanContextOf(o, op(up))]&0xffff)+sym])
+				c := literals[n] + float64(m.costs[int(m.tables[spanContextOf(o, op(up))]&0xffff)+sym])
 				m.spanCosts[up][int(o-opSpan)*spanCount+sym] = uint16(math.Round(c))
 			}
 		}
