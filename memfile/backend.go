@@ -411,29 +411,44 @@ func (b *Backend) Refault(need, limStart, limEnd uint64) (start, end uint64, ref
 		b.history.Used(need >> pageShift)
 		return start, end, false
 	}
+	// Pages of the template are cheaper to map from there, if they are reached
+	// at all.
+	start, end = b.grow(start, end, limStart, limEnd, false)
+	return start, end, true
+}
+
+// CopyUp is for an application's first write to the page at byte need, which is
+// the template's: it returns what to make the application's own. It grows like
+// Refault, and takes the template's pages with it.
+func (b *Backend) CopyUp(need, limStart, limEnd uint64) (start, end uint64) {
+	start, end = b.Unit(need, need+PageSize, limStart, limEnd)
+	return b.grow(start, end, limStart, limEnd, true)
+}
+
+// grow extends [start, end), one map unit, by as many units after it as are in
+// memory in a row before it, or else the other way round. It stops at pages of
+// the template unless these may be taken.
+func (b *Backend) grow(start, end, limStart, limEnd uint64, template bool) (uint64, uint64) {
 	unit := b.mapUnit()
-	inMemory := func(off uint64) bool {
-		return atomic.LoadUint64(b.table.at(off>>pageShift))&stateMask == resident
-	}
+	word := func(off uint64) word { return atomic.LoadUint64(b.table.at(off >> pageShift)) }
+	inMemory := func(off uint64) bool { return word(off)&stateMask == resident }
 	n := uint64(0)
 	for s := start; n < maxStreak && s >= limStart+unit && inMemory(s-PageSize) && inMemory(s-unit); s -= unit {
 		n++
 	}
 	if n > 0 {
-		// Pages of the template are cheaper to map from there, if they are
-		// reached at all.
-		for ; n > 0 && end < limEnd && !isTemplate(atomic.LoadUint64(b.table.at(end>>pageShift))); n-- {
+		for ; n > 0 && end < limEnd && (template || !isTemplate(word(end))); n-- {
 			end = min(end+unit, limEnd)
 		}
-		return start, end, true
+		return start, end
 	}
 	for e := end; n < maxStreak && e+unit <= limEnd && inMemory(e) && inMemory(e+unit-PageSize); e += unit {
 		n++
 	}
-	for ; n > 0 && start > limStart && !isTemplate(atomic.LoadUint64(b.table.at(start>>pageShift-1))); n-- {
+	for ; n > 0 && start > limStart && (template || !isTemplate(word(start-PageSize))); n-- {
 		start = max(start-min(unit, start), limStart)
 	}
-	return start, end, true
+	return start, end
 }
 
 // AnyEvicted tells whether the file lacks a page of [start, end).

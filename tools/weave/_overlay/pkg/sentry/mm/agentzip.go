@@ -282,8 +282,9 @@ func (mm *MemoryManager) mapFaultLocked(ctx context.Context, pseg pmaIterator, a
 	// the application has mapped. Nobody else writes to them before: the
 	// Sentry's writes take templateMu when they see that a page may be mapped
 	// from the template.
-	fr := f.MapUnit(pseg.fileRangeOf(ar), pseg.fileRange())
-	return mm.mapFileLocked(pma, pseg.Start()+hostarch.Addr(fr.Start-pma.off), fr, pma.effectivePerms, false /* precommit */)
+	fr := f.CopyUp(pseg.fileRangeOf(ar), pseg.fileRange())
+	start := pseg.Start() + hostarch.Addr(fr.Start-pma.off)
+	return mm.mapRestoredLocked(pseg, hostarch.AddrRange{Start: start, End: start + hostarch.Addr(fr.Length())})
 }
 
 // unmapMergeGap is the largest run of pages that UnmapFile unmaps needlessly to

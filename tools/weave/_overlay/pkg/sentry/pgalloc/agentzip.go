@@ -57,8 +57,9 @@ type PageBackend interface {
 	// returned function is called.
 	BeginSave() (func(), error)
 
-	// Unit is Window without the neighbours beyond the map unit.
-	Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64)
+	// CopyUp returns what a first write to the template's page at need makes
+	// the application's own.
+	CopyUp(need, limStart, limEnd uint64) (start, end uint64)
 
 	// Refault returns what to restore and map for a fault on the page at need,
 	// and whether there is anything to restore.
@@ -424,10 +425,10 @@ func (f *MemoryFile) AllInMemory(fr memmap.FileRange) bool {
 	return true
 }
 
-// MapUnit is how much of the file an application's first write to a page of the
-// template makes its own.
-func (f *MemoryFile) MapUnit(need, limit memmap.FileRange) memmap.FileRange {
-	s, e := f.backend.b.Unit(need.Start, need.End, limit.Start, limit.End)
+// CopyUp is how much of the file an application's first write to the page need,
+// which is the template's, makes its own.
+func (f *MemoryFile) CopyUp(need, limit memmap.FileRange) memmap.FileRange {
+	s, e := f.backend.b.CopyUp(need.Start, limit.Start, limit.End)
 	return memmap.FileRange{Start: s, End: e}
 }
 
