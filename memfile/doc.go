@@ -32,7 +32,7 @@
 //	candidate -> committing           Evict
 //	candidate -> raw                  Evict
 //	committing -> evicted, candidate  Evict (candidate if freeing failed)
-//	evicted -> busy                   Gate, BeginSave, Deepen, Check
+//	evicted -> busy                   Gate, Prefetch, BeginSave, Deepen, Check
 //	busy -> resident, evicted         the same
 //	evicted -> resident               Drop, without restoring
 //
@@ -45,10 +45,31 @@
 // no accessor, and the transition to committing by compare-and-swap decides
 // between an accessor and the eviction.
 //
+// # Templates
+//
+// A file loaded from an uncompressed checkpoint begins with evicted pages whose
+// stored form is the template's page (Adopt). An eviction that finds a page equal
+// to the template's stores nothing; other pages may be stored relative to it.
+//
+// An application may map the template's pages, read-only, while they are evicted
+// in that form, if they are private: written to in place only by a memory manager
+// that is their only owner. Each such page carries the flag tmapped. The flag is
+// set before the mapping is made, and only while the page is the template's; it
+// outlives the page becoming resident, and is cleared once the owner has replaced
+// its mapping, when an eviction has unmapped the page everywhere, and when the
+// page is freed. Whoever writes to a resident page looks at the flag first
+// (GateMapped). The Sentry's side of this, with the lock that orders mapping
+// against restoring, is MemoryManager.templateMu.
+//
+// # Resuming
+//
+// Accesses that had to restore pages make up a step's working set
+// (memfile/prefetch). Prefetch restores what the next step is predicted to want.
+//
 // # Locks
 //
-// Backend.passMu serialises evictions, deepening, checks and saves. It is taken
-// with no other lock held. Gate, Drop, Pin, Window and the section methods take
+// Backend.passMu serialises evictions, deepening, checks, prefetching and saves. It
+// is taken with no other lock held. Gate, Drop, Pin, Window and the section methods take
 // no lock but a waiter's shard lock, which is a leaf, and the arena's, so they
 // may be called with any lock of the Sentry held, the allocator's included.
 // Host.VisitEvictable is called with passMu held and takes the allocator's lock.
