@@ -121,8 +121,10 @@ bazel-test: vendor ## Run the unit tests through bazel
 buildgen: check-go ## Write the BUILD.bazel files anew
 	$(GO) run ./tools/bazel/buildgen
 
-bench: vendor ## Run the benchmarks
+bench: check-root build stock ## Run the benchmarks
 	$(STATIC) test $(TEST) -trimpath -run '^$$' -bench . -benchmem $(BENCH_FLAGS) $(PURE)
+	bin/agentbench micro
+	$(SANDBOX) -timeout 30m ./test/template -run '^$$' -bench . -benchtime 3x $(RUNTIMES)
 
 deps: ## Install every Debian package that some target needs
 	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
