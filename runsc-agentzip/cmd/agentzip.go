@@ -78,7 +78,7 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict and check", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check and template", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
