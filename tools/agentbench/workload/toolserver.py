@@ -31,7 +31,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pandas as pd
 
-REPO = "/work/repo"
+REPO = "/srv/repo"
 LIB = "/usr/lib/python3/dist-packages"
 # What goes into the repository, in the order it is committed.
 PACKAGES = [
