@@ -3,6 +3,7 @@ module runsc-agentzip
 go 1.26.3
 
 require (
+	github.com/aclements/go-moremath v0.0.0-20210112150236-f10218a38794
 	github.com/google/subcommands v1.0.2-0.20190508160503-636abe8753b8
 	github.com/klauspost/compress v1.20.4
 	github.com/opencontainers/runtime-spec v1.2.1
