@@ -286,61 +286,27 @@ func (d *demo) makeTemplates(ctx context.Context) error {
 	return err
 }
 
-// makeTemplate starts the tool server, lets it settle and checkpoints it.
+// makeTemplate makes the image of one system.
 func (d *demo) makeTemplate(ctx context.Context, s *system, t *templateReport) (string, error) {
 	d.say("%-8s template: starting the tool server (imports, repository, syntax trees, table)", s.name)
-	began := time.Now()
-	sb, err := s.rt.Run(ctx, s.name+"-template", d.bundle)
-	if err != nil {
-		return "", err
-	}
-	tctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
-	defer cancel()
-	ready, err := sb.ReadLine(tctx)
-	if err != nil {
-		return "", fmt.Errorf("the tool server did not get ready: %w", err)
-	}
-	if !json.Valid([]byte(ready)) {
-		return "", fmt.Errorf("the tool server did not get ready: it said %.200q", ready)
-	}
-	if _, err := d.ask(tctx, sb, request{Op: "settle"}); err != nil {
-		return "", err
-	}
-	mem, err := sb.Memory()
-	if err != nil {
-		return "", err
-	}
-	t.Ready = json.RawMessage(ready)
-	t.StartSeconds = time.Since(began).Seconds()
 	image := filepath.Join(d.dir.path, s.name+"-image")
-	began = time.Now()
-	if err := sb.Checkpoint(tctx, image, fleet.CheckpointOptions{}); err != nil {
-		return "", err
-	}
-	t.CheckpointSeconds = time.Since(began).Seconds()
-	if err := sb.Delete(ctx); err != nil {
-		return "", err
-	}
-	entries, err := os.ReadDir(image)
+	made, err := makeTemplate(ctx, s.rt, s.name+"-template", d.bundle, image, d.cfg.stepTimeout)
 	if err != nil {
 		return "", err
 	}
-	for _, e := range entries {
-		if fi, err := e.Info(); err == nil {
-			t.ImageBytes += uint64(fi.Size())
-		}
+	*t = templateReport{
+		Ready: made.ready, StartSeconds: made.start.Seconds(), CheckpointSeconds: made.checkpoint.Seconds(),
+		MemfdBytes: made.memfdBytes, ImageBytes: made.imageBytes,
 	}
-	t.MemfdBytes = mem.GuestMemfd
 	d.say("%-8s template: ready after %.1f s, checkpointed in %.1f s, image %s", s.name, t.StartSeconds, t.CheckpointSeconds, mib(t.ImageBytes))
 	return image, nil
 }
 
-// Rough upper estimates for what one sandbox of this workload adds to its
-// template's memory: guest growth, and Sentry, gofer, stubs and client.
+// Rough upper estimates for what the guest of one sandbox of this workload adds
+// to its template's memory.
 const (
 	growthEstimate        = 60 << 20
 	growthPerStepEstimate = 16 << 20
-	overheadEstimate      = 60 << 20
 )
 
 // plan decides from the memory left which systems are alive together. The
@@ -365,17 +331,11 @@ func (d *demo) plan() ([][]*system, error) {
 
 // planGroups reports whether both systems' sandboxes fit into memory together.
 func planGroups(available, perSandbox uint64, clones int, mode string) (together bool, err error) {
-	// Leave the machine a tenth.
-	usable := available / 10 * 9
-	need := perSandbox * uint64(clones)
-	if need > usable {
-		fits := usable / perSandbox
-		msg := fmt.Sprintf("%d stock sandboxes need about %s of memory and only %s is available", clones, mib(need), mib(available))
-		if fits == 0 {
-			return false, fmt.Errorf("%s: not even one fits", msg)
-		}
-		return false, fmt.Errorf("%s: use --clones %d or less", msg, fits)
+	if err := checkFits(available, perSandbox, clones); err != nil {
+		return false, err
 	}
+	usable := usableMemory(available)
+	need := perSandbox * uint64(clones)
 	switch {
 	case mode == "off":
 		return false, nil
@@ -387,22 +347,15 @@ func planGroups(available, perSandbox uint64, clones int, mode string) (together
 	return false, nil
 }
 
-// takeReference records the template's pages as clones see them: the guest
-// memory of a stock clone that was restored and has done nothing yet.
+// takeReference records the template's pages as clones see them.
 func (d *demo) takeReference(ctx context.Context) error {
 	s := d.systems[0]
-	sb, err := s.rt.Restore(ctx, "reference", d.bundle, s.image)
-	if err != nil {
-		return fmt.Errorf("restoring the template under the stock runsc: %w", err)
-	}
-	if _, err := d.quiesce(ctx, []*fleet.Sandbox{sb}, 5*time.Second); err != nil {
-		return err
-	}
-	if d.reference, err = sb.SnapshotGuest(filepath.Join(d.dir.path, "reference")); err != nil {
+	var err error
+	if d.reference, err = takeReference(ctx, s.rt, "reference", d.bundle, s.image, filepath.Join(d.dir.path, "reference")); err != nil {
 		return err
 	}
 	d.report.ReferenceBytes = d.reference.Bytes()
-	return sb.Delete(ctx)
+	return nil
 }
 
 // runGroup takes the sandboxes of one or both systems through the whole
@@ -512,20 +465,7 @@ func (d *demo) batch(ctx context.Context, s *system, round int) error {
 
 // ask sends a request and returns the result part of a good answer.
 func (d *demo) ask(ctx context.Context, sb *fleet.Sandbox, req request) (json.RawMessage, error) {
-	ctx, cancel := context.WithTimeout(ctx, d.cfg.stepTimeout)
-	defer cancel()
-	line, err := sb.Request(ctx, req.line())
-	if err != nil {
-		return nil, err
-	}
-	var r reply
-	if err := json.Unmarshal([]byte(line), &r); err != nil {
-		return nil, fmt.Errorf("the tool server answered %.200q: %w", line, err)
-	}
-	if !r.OK {
-		return nil, fmt.Errorf("the tool failed: %s", r.Error)
-	}
-	return r.Result, nil
+	return ask(ctx, sb, req.line(), d.cfg.stepTimeout)
 }
 
 // waitAndMeasure lets a system's clones wait, lets background work of the
@@ -538,7 +478,7 @@ func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, r
 	for _, g := range group {
 		all = append(all, g.clones...)
 	}
-	q, err := d.quiesce(ctx, all, d.cfg.settle)
+	q, err := quiesce(ctx, all, d.cfg.settle)
 	if err != nil {
 		return err
 	}
@@ -549,11 +489,6 @@ func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, r
 		}
 	}
 	return nil
-}
-
-type quiescence struct {
-	took  time.Duration
-	quiet bool
 }
 
 // loadMeter tells how much of the machine other programs use meanwhile, which
@@ -604,52 +539,6 @@ func (m *loadMeter) stop() (batchSample, error) {
 		Own:     ratio(own, all),
 		Others:  max(0, ratio(busy-own, all)),
 	}, nil
-}
-
-// quiesce waits until the sandboxes together use less than a twentieth of one
-// core, or for limit.
-func (d *demo) quiesce(ctx context.Context, sbs []*fleet.Sandbox, limit time.Duration) (quiescence, error) {
-	const window = 500 * time.Millisecond
-	total := func() (time.Duration, error) {
-		var t time.Duration
-		for _, sb := range sbs {
-			c, err := sb.CPUTime()
-			if err != nil {
-				return 0, fmt.Errorf("while waiting: %w", endedWhy(sb, err))
-			}
-			t += c
-		}
-		return t, nil
-	}
-	began := time.Now()
-	prev, err := total()
-	if err != nil {
-		return quiescence{}, err
-	}
-	for {
-		if err := sleep(ctx, window); err != nil {
-			return quiescence{}, err
-		}
-		cur, err := total()
-		if err != nil {
-			return quiescence{}, err
-		}
-		if cur-prev < window/20 {
-			return quiescence{time.Since(began), true}, nil
-		}
-		if time.Since(began) >= limit {
-			return quiescence{time.Since(began), false}, nil
-		}
-		prev = cur
-	}
-}
-
-// endedWhy adds a sandbox's last words to an error.
-func endedWhy(sb *fleet.Sandbox, err error) error {
-	if msg := strings.TrimSpace(sb.Stderr()); sb.Exited() && msg != "" {
-		return fmt.Errorf("%w; it said: %s", err, tail([]byte(msg), 2000))
-	}
-	return err
 }
 
 // measure takes one memory sample of one clone.
@@ -732,7 +621,7 @@ func (d *demo) teardown(ctx context.Context, group []*system, s *system) error {
 	for _, g := range group {
 		all = append(all, g.clones...)
 	}
-	if _, err := d.quiesce(ctx, all, d.cfg.settle); err != nil {
+	if _, err := quiesce(ctx, all, d.cfg.settle); err != nil {
 		return err
 	}
 	for i := range s.clones {
@@ -767,15 +656,3 @@ func (d *demo) teardown(ctx context.Context, group []*system, s *system) error {
 	})
 	return nil
 }
-
-// sleep waits, unless the run is interrupted.
-func sleep(ctx context.Context, t time.Duration) error {
-	select {
-	case <-time.After(t):
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
-
-func mib(n uint64) string { return fmt.Sprintf("%.0f MiB", float64(n)/(1<<20)) }

@@ -46,17 +46,11 @@ func workloadSpec(rootfs string, seed uint64) fleet.Spec {
 	}
 }
 
-// request is one line to the tool server, reply what it answers.
+// request is one line to the tool server.
 type request struct {
 	Op   string         `json:"op"`
 	Name string         `json:"name,omitempty"`
 	Args map[string]any `json:"args,omitempty"`
-}
-
-type reply struct {
-	OK     bool            `json:"ok"`
-	Error  string          `json:"error"`
-	Result json.RawMessage `json:"result"`
 }
 
 func (r request) line() string {
