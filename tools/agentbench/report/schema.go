@@ -20,6 +20,7 @@ package report
 
 import (
 	"encoding/json"
+	"math"
 	"time"
 
 	"runsc-agentzip/pkg/control"
@@ -235,21 +236,29 @@ type Problem struct {
 }
 
 // Summary is one row of the result. Ratios are against Stock in the same run
-// and are null where there is nothing to compare with.
+// and are null where there is nothing to compare with. Summarize computes all of
+// it.
 type Summary struct {
 	Workload string `json:"workload"`
 	System   string `json:"system"`
 	Clones   int    `json:"clones"`
+	// Repetitions is how many episodes the row is made of.
+	Repetitions int `json:"repetitions"`
 
-	// OwnedBytes and HostBytes are means per clone over all waits measured.
+	// OwnedBytes and HostBytes are means per clone over all waits measured,
+	// PeakBytes the mean over repetitions of what all clones together took.
 	OwnedBytes float64 `json:"owned_bytes"`
 	HostBytes  float64 `json:"host_bytes"`
 	PeakBytes  float64 `json:"peak_bytes"`
+	// OwnedEstimated says that OwnedBytes is not counted but estimated.
+	OwnedEstimated bool `json:"owned_estimated,omitempty"`
+	// OwnedOutsideBytes is OwnedBytes as seen without asking the runtime.
+	OwnedOutsideBytes float64 `json:"owned_outside_bytes,omitempty"`
 
 	OwnedReduction *Ratio `json:"owned_reduction"`
 	HostReduction  *Ratio `json:"host_reduction"`
 	// OwnedReductionLong is OwnedReduction over waits measured after at least
-	// ten seconds.
+	// LongWait seconds.
 	OwnedReductionLong *Ratio `json:"owned_reduction_long"`
 
 	// StepTimeRatio compares the sums of step times.
@@ -261,13 +270,25 @@ type Summary struct {
 
 	RestoreSeconds Seconds `json:"restore_seconds"`
 	RestoreRatio   *Ratio  `json:"restore_ratio"`
-	CPUSeconds     float64 `json:"cpu_seconds"`
-	CPURatio       *Ratio  `json:"cpu_ratio"`
+	// CPUSeconds is the mean over repetitions of the processor time an episode
+	// took.
+	CPUSeconds float64 `json:"cpu_seconds"`
+	CPURatio   *Ratio  `json:"cpu_ratio"`
 
-	// OutputsEqual: every answer equals the reference system's.
+	// OutputsEqual: every answer equals the reference system's and none is
+	// missing. The reference equals itself; its Compared is 0.
 	OutputsEqual bool `json:"outputs_equal"`
 	Compared     int  `json:"outputs_compared"`
+	Differ       int  `json:"outputs_differ"`
+	// Missing counts steps that only one of the two systems took.
+	Missing int `json:"outputs_missing"`
+	// Reference says that the other systems' answers are compared with this
+	// one's.
+	Reference bool `json:"reference,omitempty"`
 }
+
+// LongWait is the number of seconds from which on a wait is long.
+const LongWait = 10
 
 // KindSummary is the time of one kind of step.
 type KindSummary struct {
@@ -284,11 +305,17 @@ type Seconds struct {
 	Sum    float64 `json:"sum"`
 }
 
-// Ratio is a ratio with its 95 % confidence interval.
+// Ratio is a ratio with its 95 % confidence interval. Low and High are NaN if
+// there are too few samples for an interval.
 //
 // In JSON it is a plain number for the value, so that a reader who wants one
 // figure finds one: the interval follows under the same name with "_ci"
-// appended. (See MarshalJSON of Summary.)
+// appended, as a list of two numbers or null.
 type Ratio struct {
 	Value, Low, High float64
+}
+
+// HasInterval says whether the confidence interval is known.
+func (q *Ratio) HasInterval() bool {
+	return !math.IsNaN(q.Low) && !math.IsNaN(q.High)
 }

@@ -1,0 +1,393 @@
+package report
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+)
+
+// definitions explains the figures of Summary by their JSON name.
+var definitions = map[string]string{
+	"owned_bytes":          "memory kept for one clone beyond the template it was restored from; mean over all waits of all clones, measured at the end of the wait. stock: committed guest pages whose content differs from the template's page at the same offset, compared from outside (a page that the template lacks counts unless it is all zeros). agentzip: owned_bytes of its stats: memory file, compressed store, bookkeeping and its share of the pool. linux: estimated from what stays in memory and what the compressed swap device takes",
+	"owned_estimated":      "owned_bytes is not counted page by page but estimated",
+	"owned_outside_bytes":  "owned_bytes estimated without asking the runtime",
+	"host_bytes":           "all memory that one clone adds to the host, in the same waits: guest memory, Sentry, gofer, stubs and page tables, its part of the swap device, and an equal part of a template that all clones share, which counts once",
+	"peak_bytes":           "the most memory that all clones together added to the host at one time, by MemAvailable; mean over repetitions",
+	"owned_reduction":      "stock's mean owned_bytes over this system's, over the waits that were measured with both: the same wait of the same clone in the same repetition",
+	"host_reduction":       "the same for host_bytes",
+	"owned_reduction_long": fmt.Sprintf("owned_reduction over waits that had lasted at least %d s when they were measured", LongWait),
+	"step_seconds":         "wall time of tool steps, from the request to the answer",
+	"step_time_ratio":      "sum of step_seconds over stock's sum for the same steps: the same step of the same clone in the same repetition",
+	"step_p99_ratio":       "99th percentile of step_seconds over stock's 99th percentile for the same steps",
+	"kinds":                "step_seconds and step_time_ratio of each kind of step",
+	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored at the same time",
+	"restore_ratio":        "sum of restore_seconds over stock's",
+	"cpu_seconds":          "processor time the host spent during an episode, less what agentbench used itself and what the host spends when idle; mean over repetitions",
+	"cpu_ratio":            "sum of cpu_seconds over stock's, same repetitions",
+	"outputs_equal":        "every answer is equal to the reference system's (stock if it ran), and no answer is missing",
+	"outputs_missing":      "steps taken under one of the two systems only",
+	"_ci":                  "95 % confidence interval by bootstrap. What is resampled is whole clones (one clone in one repetition), since the steps and waits of a clone are not independent; for cpu_ratio, repetitions. null with fewer than two of them. It covers differences between clones, not a machine that is slower during a whole episode",
+	"null ratios":          "stock did not run this workload with this number of clones, or the figure could not be measured",
+}
+
+// group is what a row of the summary is about.
+type group struct {
+	workload, system string
+	clones           int
+}
+
+func (k Key) group() group { return group{k.Workload, k.System, k.Clones} }
+
+// unit is one clone in one repetition, the smallest part of a group whose
+// figures may be taken for independent of the others'.
+type unit struct{ repetition, clone int }
+
+// stepID names a step, or the wait after it, within a group.
+type stepID struct {
+	unit
+	index int
+}
+
+// wait is what a clone cost in one wait.
+type wait struct {
+	owned, host, outside, idle float64
+	estimated                  bool
+	samples                    float64
+}
+
+// samples is a Report's raw samples by group.
+type samples struct {
+	groups   []group
+	steps    map[group]map[stepID]Step
+	waits    map[group]map[stepID]wait
+	episodes map[group]map[int]Episode
+	// differ are the steps whose answers are in Mismatches.
+	differ map[group]map[stepID]bool
+}
+
+func at[K, K2 comparable, V any](m map[K]map[K2]V, k K) map[K2]V {
+	if m[k] == nil {
+		m[k] = make(map[K2]V)
+	}
+	return m[k]
+}
+
+func (r *Report) samples() *samples {
+	s := &samples{
+		steps:    make(map[group]map[stepID]Step),
+		waits:    make(map[group]map[stepID]wait),
+		episodes: make(map[group]map[int]Episode),
+		differ:   make(map[group]map[stepID]bool),
+	}
+	seen := make(map[group]bool)
+	add := func(g group) {
+		if !seen[g] {
+			seen[g] = true
+			s.groups = append(s.groups, g)
+		}
+	}
+	for _, e := range r.Episodes {
+		add(e.group())
+		at(s.episodes, e.group())[e.Repetition] = e
+	}
+	for _, t := range r.Steps {
+		add(t.group())
+		at(s.steps, t.group())[stepID{unit{t.Repetition, t.Clone}, t.Index}] = t
+	}
+	for _, m := range r.Memory {
+		add(m.group())
+		waits, id := at(s.waits, m.group()), stepID{unit{m.Repetition, m.Clone}, m.Index}
+		// A wait that was measured more than once counts once, with the mean.
+		w := waits[id]
+		n := w.samples
+		mean := func(have float64, more float64) float64 { return (have*n + more) / (n + 1) }
+		waits[id] = wait{
+			owned: mean(w.owned, float64(m.OwnedBytes)), host: mean(w.host, float64(m.HostBytes)),
+			outside: mean(w.outside, float64(m.OwnedOutsideBytes)), idle: mean(w.idle, m.IdleSeconds),
+			estimated: w.estimated || m.OwnedEstimated, samples: n + 1,
+		}
+	}
+	for _, m := range r.Mismatches {
+		at(s.differ, m.group())[stepID{unit{m.Repetition, m.Clone}, m.Index}] = true
+	}
+
+	// Rows come in the order of the lists of workloads and systems.
+	workloads, systems := make(map[string]int), make(map[string]int)
+	for i, w := range r.Workloads {
+		workloads[w.Name] = i - len(r.Workloads)
+	}
+	for i, y := range r.Systems {
+		systems[y.Name] = i - len(r.Systems)
+	}
+	slices.SortStableFunc(s.groups, func(a, b group) int {
+		return cmp.Or(
+			cmp.Compare(workloads[a.workload], workloads[b.workload]), cmp.Compare(a.workload, b.workload),
+			cmp.Compare(a.clones, b.clones),
+			cmp.Compare(systems[a.system], systems[b.system]), cmp.Compare(a.system, b.system))
+	})
+	return s
+}
+
+// reference is the system that answers are compared with: stock, or the first
+// that took steps with the same workload and number of clones.
+func (s *samples) reference(g group) group {
+	stock := group{g.workload, Stock, g.clones}
+	if len(s.steps[stock]) > 0 {
+		return stock
+	}
+	for _, o := range s.groups {
+		if o.workload == g.workload && o.clones == g.clones && len(s.steps[o]) > 0 {
+			return o
+		}
+	}
+	return g
+}
+
+// pair is a figure of one unit under the two systems compared.
+type pair struct{ top, bottom float64 }
+
+// paired sums, by unit, what value says of everything that both systems
+// measured. value's second result says whether it is to be counted.
+func paired[V any](top, bottom map[stepID]V, value func(V) (float64, bool)) map[unit]pair {
+	sums := make(map[unit]pair)
+	for _, id := range sortedIDs(top) {
+		b, ok := bottom[id]
+		if !ok {
+			continue
+		}
+		topValue, topOK := value(top[id])
+		bottomValue, bottomOK := value(b)
+		if topOK && bottomOK {
+			p := sums[id.unit]
+			sums[id.unit] = pair{p.top + topValue, p.bottom + bottomValue}
+		}
+	}
+	return sums
+}
+
+func (s *samples) stepPairs(top, bottom group, kind string) map[unit]pair {
+	return paired(s.steps[top], s.steps[bottom], func(t Step) (float64, bool) {
+		return t.Seconds, kind == "" || t.Kind == kind
+	})
+}
+
+func (s *samples) waitPairs(top, bottom group, value func(wait) float64, minIdle float64) map[unit]pair {
+	return paired(s.waits[top], s.waits[bottom], func(w wait) (float64, bool) {
+		return value(w), w.idle >= minIdle
+	})
+}
+
+func counted(v float64) (float64, bool) { return v, true }
+
+// restores is the time to the first answer of each clone that has one.
+func (s *samples) restores(g group) map[stepID]float64 {
+	out := make(map[stepID]float64)
+	for repetition, e := range s.episodes[g] {
+		for clone, v := range e.Restores {
+			if v > 0 {
+				out[stepID{unit: unit{repetition, clone}}] = v
+			}
+		}
+	}
+	return out
+}
+
+func (s *samples) restorePairs(top, bottom group) map[unit]pair {
+	return paired(s.restores(top), s.restores(bottom), counted)
+}
+
+// cpu is, for each repetition, the processor time that the sandboxes of an
+// episode, and all work the host did for them, took.
+func (s *samples) cpu(g group) map[stepID]float64 {
+	out := make(map[stepID]float64)
+	for repetition, e := range s.episodes[g] {
+		if e.CPUSeconds > 0 {
+			out[stepID{unit: unit{repetition: repetition}}] = max(0, e.CPUSeconds-e.OwnCPUSeconds-e.IdleCPUSeconds)
+		}
+	}
+	return out
+}
+
+func (s *samples) cpuPairs(top, bottom group) map[unit]pair {
+	return paired(s.cpu(top), s.cpu(bottom), counted)
+}
+
+// pairedTimes are the times of the steps that both systems took, by unit.
+func (s *samples) pairedTimes(top, bottom group) (t, b map[unit][]float64) {
+	t, b = make(map[unit][]float64), make(map[unit][]float64)
+	for _, id := range sortedIDs(s.steps[top]) {
+		if other, ok := s.steps[bottom][id]; ok {
+			t[id.unit] = append(t[id.unit], s.steps[top][id].Seconds)
+			b[id.unit] = append(b[id.unit], other.Seconds)
+		}
+	}
+	return t, b
+}
+
+// Summarize fills Summary and Definitions from the raw samples.
+func (r *Report) Summarize() {
+	r.Definitions = maps.Clone(definitions)
+	r.Summary = []Summary{}
+	s := r.samples()
+	for _, g := range s.groups {
+		r.Summary = append(r.Summary, s.summary(g))
+	}
+}
+
+func (s *samples) summary(g group) Summary {
+	stock := group{g.workload, Stock, g.clones}
+	out := Summary{Workload: g.workload, System: g.system, Clones: g.clones, Repetitions: len(s.episodes[g]), Kinds: make(map[string]KindSummary)}
+
+	var owned, host, outside []float64
+	for _, w := range inOrder(s.waits[g]) {
+		owned = append(owned, w.owned)
+		host = append(host, w.host)
+		if w.outside > 0 {
+			outside = append(outside, w.outside)
+		}
+		out.OwnedEstimated = out.OwnedEstimated || w.estimated
+	}
+	out.OwnedBytes, out.HostBytes, out.OwnedOutsideBytes = mean(owned), mean(host), mean(outside)
+
+	ownedOf, hostOf := func(w wait) float64 { return w.owned }, func(w wait) float64 { return w.host }
+	out.OwnedReduction = ratioOfSums(s.waitPairs(stock, g, ownedOf, 0))
+	out.HostReduction = ratioOfSums(s.waitPairs(stock, g, hostOf, 0))
+	out.OwnedReductionLong = ratioOfSums(s.waitPairs(stock, g, ownedOf, LongWait))
+
+	times, byKind := []float64(nil), make(map[string][]float64)
+	for _, t := range inOrder(s.steps[g]) {
+		times = append(times, t.Seconds)
+		byKind[t.Kind] = append(byKind[t.Kind], t.Seconds)
+	}
+	out.StepSeconds = distribution(times)
+	out.StepTimeRatio = ratioOfSums(s.stepPairs(g, stock, ""))
+	out.StepP99Ratio = ratioOfQuantiles(0.99, s, g, stock)
+	for kind, v := range byKind {
+		k := KindSummary{StepSeconds: distribution(v)}
+		// An empty kind would select all steps.
+		if kind != "" {
+			k.Ratio = ratioOfSums(s.stepPairs(g, stock, kind))
+		}
+		out.Kinds[kind] = k
+	}
+
+	var peaks []float64
+	for _, e := range s.episodes[g] {
+		if e.PeakBytes > 0 {
+			peaks = append(peaks, float64(e.PeakBytes))
+		}
+	}
+	// The order of maps must not reach the last digit of a sum.
+	slices.Sort(peaks)
+	out.PeakBytes = mean(peaks)
+	out.CPUSeconds = mean(inOrder(s.cpu(g)))
+	out.RestoreSeconds = distribution(inOrder(s.restores(g)))
+	out.RestoreRatio = ratioOfSums(s.restorePairs(g, stock))
+	out.CPURatio = ratioOfSums(s.cpuPairs(g, stock))
+
+	s.compareOutputs(g, &out)
+	return out
+}
+
+// compareOutputs pairs every answer with the reference system's.
+func (s *samples) compareOutputs(g group, out *Summary) {
+	ref := s.reference(g)
+	if ref == g {
+		out.Reference = true
+		out.OutputsEqual = len(s.steps[g]) > 0 && len(s.differ[g]) == 0
+		out.Differ = len(s.differ[g])
+		return
+	}
+	for id, t := range s.steps[g] {
+		want, ok := s.steps[ref][id]
+		switch {
+		case !ok:
+			out.Missing++
+		case t.Output != want.Output:
+			out.Compared++
+			out.Differ++
+		default:
+			out.Compared++
+			if s.differ[g][id] {
+				out.Differ++
+			}
+		}
+	}
+	for id := range s.steps[ref] {
+		if _, ok := s.steps[g][id]; !ok {
+			out.Missing++
+		}
+	}
+	// A step whose answer differed may have ended its clone without a sample.
+	for id := range s.differ[g] {
+		if _, ok := s.steps[g][id]; !ok {
+			out.Differ++
+		}
+	}
+	out.OutputsEqual = out.Compared > 0 && out.Differ == 0 && out.Missing == 0
+}
+
+// sortedIDs lists the keys by repetition, clone and index, so that sums do not
+// depend on the order of maps.
+func sortedIDs[V any](m map[stepID]V) []stepID {
+	return slices.SortedFunc(maps.Keys(m), func(a, b stepID) int {
+		return cmp.Or(compareUnits(a.unit, b.unit), cmp.Compare(a.index, b.index))
+	})
+}
+
+// inOrder lists the values in the order of sortedIDs.
+func inOrder[V any](m map[stepID]V) []V {
+	var out []V
+	for _, id := range sortedIDs(m) {
+		out = append(out, m[id])
+	}
+	return out
+}
+
+func compareUnits(a, b unit) int {
+	return cmp.Or(cmp.Compare(a.repetition, b.repetition), cmp.Compare(a.clone, b.clone))
+}
+
+func sortedUnits[V any](m map[unit]V) []unit {
+	return slices.SortedFunc(maps.Keys(m), compareUnits)
+}
+
+func distribution(values []float64) Seconds {
+	sorted := slices.Sorted(slices.Values(values))
+	return Seconds{
+		Count: len(sorted), Median: quantile(sorted, 0.5), P95: quantile(sorted, 0.95),
+		P99: quantile(sorted, 0.99), Sum: sum(sorted),
+	}
+}
+
+// quantile returns the q-quantile of sorted values by the nearest-rank method,
+// 0 for none.
+func quantile(sorted []float64, q float64) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return sorted[rank(q, len(sorted))-1]
+}
+
+// rank is the place, from 1, of the q-quantile among n sorted values.
+func rank(q float64, n int) int {
+	// 0.99*100 is a little more than 99 in floating point.
+	return min(max(int(math.Ceil(q*float64(n)-1e-9)), 1), n)
+}
+
+func sum(values []float64) float64 {
+	var s float64
+	for _, v := range values {
+		s += v
+	}
+	return s
+}
+
+func mean(values []float64) float64 {
+	if len(values) == 0 {
+		return 0
+	}
+	return sum(values) / float64(len(values))
+}
