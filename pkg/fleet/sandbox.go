@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -30,6 +31,7 @@ type StartOption func(*startConfig)
 type startConfig struct {
 	stdin          io.Reader
 	stdout, stderr io.Writer
+	launcher       []string
 }
 
 // WithStdin feeds the container from r instead of Request and WriteLine.
@@ -39,6 +41,15 @@ func WithStdin(r io.Reader) StartOption { return func(c *startConfig) { c.stdin 
 // default. With stdout set, Request and ReadLine are not available.
 func WithOutput(stdout, stderr io.Writer) StartOption {
 	return func(c *startConfig) { c.stdout, c.stderr = stdout, stderr }
+}
+
+// WithLauncher starts runsc through a program that prepares the process (joins a
+// cgroup, say) and then becomes runsc: argv is put in front of runsc's command
+// line. It must end in exec, so that the process id stays the same, and exit with
+// 128, as runsc does, if it cannot. Every process of the sandbox descends from
+// this one.
+func WithLauncher(argv ...string) StartOption {
+	return func(c *startConfig) { c.launcher = argv }
 }
 
 // Sandbox is one running (or ended) sandbox. Its methods may be called
@@ -130,7 +141,8 @@ func (r *Runtime) start(ctx context.Context, id, image string, opts []StartOptio
 
 // spawn starts the attached runsc process and the goroutines around it.
 func (s *Sandbox) spawn(cfg startConfig, args []string) error {
-	s.cmd = exec.Command(s.rt.binary, s.rt.args(args...)...)
+	argv := slices.Concat(cfg.launcher, []string{s.rt.binary}, s.rt.args(args...))
+	s.cmd = exec.Command(argv[0], argv[1:]...)
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	// Pipes of our own rather than exec's: deadlines then work on them, and
 	// waiting for the process does not wait for the pipes.
