@@ -3,6 +3,7 @@ package fleet
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -191,6 +192,63 @@ func TestEndToEnd(t *testing.T) {
 	}
 	if _, err := rt.Run(ctx, "bad", badBundle); err == nil || !strings.Contains(err.Error(), "/no/such/command") {
 		t.Errorf("running a missing command: %v", err)
+	}
+}
+
+// TestEndToEndLauncher starts a sandbox through another program.
+func TestEndToEndLauncher(t *testing.T) {
+	binary := os.Getenv(binaryEnv)
+	if binary == "" {
+		t.Skipf("set %s to a runsc binary to run this test", binaryEnv)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	rt, err := New(Options{Binary: binary, Log: testWriter{t}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := rt.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	}()
+	bundle := filepath.Join(t.TempDir(), "bundle")
+	if err := WriteBundle(bundle, Spec{Rootfs: "/", ReadonlyRootfs: true, Args: []string{"/bin/cat"}}); err != nil {
+		t.Fatal(err)
+	}
+
+	// What the launcher does to its process is the case for runsc's and, by
+	// inheritance, for the sandbox's.
+	sb, err := rt.Run(ctx, "launched", bundle, WithLauncher("/bin/sh", "-c", `ulimit -c 12 && exec "$@"`, "launcher"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := sb.Request(ctx, "hello"); err != nil || got != "hello" {
+		t.Errorf("Request = %q, %v", got, err)
+	}
+	client := sb.ownProcesses()[procRunsc]
+	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", client.PID)); err != nil || exe != rt.Binary() {
+		t.Errorf("the process that was started is %s, %v, want %s", exe, err, rt.Binary())
+	}
+	if identify(client.PID) != client {
+		t.Error("the recorded process is another one now")
+	}
+	for _, pid := range []int{client.PID, sb.GoferPid()} {
+		limits, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
+		if err != nil || !strings.Contains(string(limits), "Max core file size        6144 ") {
+			t.Errorf("process %d was not started through the launcher: %v\n%s", pid, err, limits)
+		}
+	}
+	if err := sb.Delete(ctx); err != nil {
+		t.Error(err)
+	}
+
+	// Its failures are errors that say why.
+	if _, err := rt.Run(ctx, "refused", bundle, WithLauncher("/bin/sh", "-c", "echo no way >&2; exit 128")); err == nil || !strings.Contains(err.Error(), "no way") {
+		t.Errorf("a launcher that fails: %v", err)
+	}
+	if _, err := rt.Run(ctx, "missing", bundle, WithLauncher("/no/such/launcher")); err == nil || !strings.Contains(err.Error(), "/no/such/launcher") {
+		t.Errorf("a missing launcher: %v", err)
 	}
 }
 

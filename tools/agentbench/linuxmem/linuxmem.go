@@ -111,29 +111,17 @@ func Setup(ctx context.Context, o Options) (_ *Host, err error) {
 		}
 		o.ZramBytes = uint64(si.Totalram) * uint64(si.Unit)
 	}
-	mg, err := check()
-	if err != nil {
-		return nil, err
+	if os.Geteuid() != 0 {
+		return nil, errors.New("linuxmem: swap devices, KSM and cgroups need root: run as root, e.g. with sudo")
 	}
 	lock, err := lockHost()
 	if err != nil {
-		return nil, err
-	}
-	if _, err := os.Lstat(o.StateFile); err == nil {
-		lock.Close()
-		return nil, fmt.Errorf("linuxmem: %s was left behind by a run that was killed: undo its changes with RestoreHost first", o.StateFile)
-	}
-
-	id, err := newID()
-	if err != nil {
-		lock.Close()
 		return nil, err
 	}
 	h := &Host{
 		file:   &stateFile{path: o.StateFile},
 		lock:   lock,
 		step:   o.step,
-		memcg:  mg,
 		groups: make(map[string]*Group),
 	}
 	defer func() {
@@ -145,7 +133,17 @@ func Setup(ctx context.Context, o Options) (_ *Host, err error) {
 			}
 		}
 	}()
+	if _, err := os.Lstat(o.StateFile); err == nil {
+		return nil, fmt.Errorf("linuxmem: %s was left behind by a run that was killed: undo its changes with RestoreHost first", o.StateFile)
+	}
+	if h.memcg, err = check(); err != nil {
+		return nil, err
+	}
 
+	id, err := newID()
+	if err != nil {
+		return nil, err
+	}
 	ksm, err := planKSM()
 	if err != nil {
 		return nil, err
@@ -163,7 +161,7 @@ func Setup(ctx context.Context, o Options) (_ *Host, err error) {
 		BootID: boot,
 		Zram:   zram,
 		KSM:    ksm,
-		Cgroup: mg.plan(id),
+		Cgroup: h.memcg.plan(id),
 	}
 	if err := h.file.save(); err != nil {
 		return nil, err
@@ -190,9 +188,6 @@ func Setup(ctx context.Context, o Options) (_ *Host, err error) {
 
 // check finds out whether this machine can be set up, and says what it lacks.
 func check() (memcg, error) {
-	if os.Geteuid() != 0 {
-		return memcg{}, errors.New("linuxmem: swap devices, KSM and cgroups need root: run as root, e.g. with sudo")
-	}
 	swaps, err := readSwaps()
 	if err != nil {
 		return memcg{}, err
@@ -293,8 +288,9 @@ func (h *Host) Usage() (HostUsage, error) {
 
 // Close undoes everything: it removes the groups, takes the swap device away,
 // puts KSM back and removes the state file. The sandboxes must have ended. What
-// is still swapped out comes back into memory; if there is not enough, Close
-// fails and may be called again. After it succeeded it does nothing.
+// is still swapped out comes back into memory; if there is not enough of it, or
+// ctx ends meanwhile, Close fails and may be called again. After it succeeded it
+// does nothing.
 func (h *Host) Close(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

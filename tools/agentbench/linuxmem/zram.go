@@ -329,21 +329,24 @@ func (z *zramState) find() (int, error) {
 	return noDevice, nil
 }
 
-// head reads the first page of the device. Its device file may be missing, or be
-// another device's.
+// head reads the first page of the device.
 func (z *zramState) head(n int) ([]byte, error) {
 	dev, err := zramDev(n)
 	if err != nil {
 		return nil, err
 	}
+	buf := make([]byte, os.Getpagesize())
 	if z.NodeMade {
-		// Recorded before it was made.
+		// That was recorded before it was done.
 		if err := unix.Mknod(zramNode(n), unix.S_IFBLK|0o600, int(dev)); err != nil && err != unix.EEXIST {
 			return nil, fmt.Errorf("linuxmem: making %s: %w", zramNode(n), err)
 		}
 	}
 	f, err := os.Open(zramNode(n))
-	if err != nil {
+	if errors.Is(err, os.ErrNotExist) {
+		// Killed before a device file was made: nothing was written yet.
+		return buf, nil
+	} else if err != nil {
 		return nil, fmt.Errorf("linuxmem: %w", err)
 	}
 	defer f.Close()
@@ -354,7 +357,6 @@ func (z *zramState) head(n int) ([]byte, error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFBLK || uint64(st.Rdev) != dev {
 		return nil, fmt.Errorf("linuxmem: %s is not the device file of zram%d", f.Name(), n)
 	}
-	buf := make([]byte, os.Getpagesize())
 	if _, err := io.ReadFull(f, buf); err != nil {
 		return nil, fmt.Errorf("linuxmem: reading %s: %w", f.Name(), err)
 	}
