@@ -78,6 +78,7 @@ func parseDemoFlags(args []string, stderr io.Writer) (demoConfig, error) {
 	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
 	fs.StringVar(&c.interleave, "interleave", "auto", "keep both systems' sandboxes alive together: on, off or auto (if memory permits)")
 	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
+	c.rootfs.packages = demoPackages
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err

@@ -15,14 +15,18 @@ import (
 
 // command is one subcommand.
 type command struct {
+	// A command without a summary is not for users.
 	name, summary string
 	run           func(ctx context.Context, args []string, stdout, stderr io.Writer) error
 }
 
 var commands = []command{
+	{"run", "compare systems on workloads of AI agents: memory, times, outputs; with report", runRun},
+	{"compare", "say what got better or worse between two reports of run", runCompare},
 	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
 	{"micro", "cost of faults on evicted memory, and of the backend when nothing is evicted", runMicro},
 	{"guest", "what micro runs inside its sandboxes", runGuest},
+	{"enter", "", runEnter},
 }
 
 // errInterrupted says that a signal ended the run.
@@ -43,6 +47,9 @@ func mainCode(ctx context.Context, args []string, stdout, stderr io.Writer) int 
 	usage := func(w io.Writer) {
 		fmt.Fprintln(w, "usage: agentbench COMMAND [flags]\n\ncommands:")
 		for _, c := range commands {
+			if c.summary == "" {
+				continue
+			}
 			fmt.Fprintf(w, "  %-8s %s\n", c.name, c.summary)
 		}
 		fmt.Fprintln(w, "\nagentbench COMMAND -h lists a command's flags")

@@ -18,9 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// rootfsPackages is what the workload needs in the guest. Changing the list
+// demoPackages is what the demo's workload needs in the guest. Changing the list
 // makes a cached root file system stale.
-var rootfsPackages = []string{
+var demoPackages = []string{
 	"git", "python3", "python3-numpy", "python3-pandas", "python3-tz", "python3-dateutil",
 }
 
@@ -29,10 +29,12 @@ const rootfsStamp = ".agentbench-rootfs"
 
 // rootfsOptions say where the guest's root file system is and how to make it.
 type rootfsOptions struct {
-	dir     string
-	mirror  string // "" means what the machine's apt uses
-	suite   string // "" means what the machine runs
-	install bool   // may debootstrap be installed with apt?
+	dir string
+	// packages are what it holds besides Debian's minimum.
+	packages []string
+	mirror   string // "" means what the machine's apt uses
+	suite    string // "" means what the machine runs
+	install  bool   // may debootstrap be installed with apt?
 }
 
 // prepareRootfs returns the directory of a root file system for the workload,
@@ -51,7 +53,7 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 		}
 		suite = codename
 	}
-	stamp := suite + "\n" + strings.Join(rootfsPackages, " ") + "\n"
+	stamp := suite + "\n" + strings.Join(o.packages, " ") + "\n"
 	if b, err := os.ReadFile(filepath.Join(dir, rootfsStamp)); err == nil {
 		if string(b) == stamp {
 			say("root filesystem: %s (cached)", o.dir)
@@ -59,7 +61,7 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 		}
 		say("root filesystem: %s was made for something else, making it anew", o.dir)
 	} else if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
-		return "", fmt.Errorf("%s exists but was not made by agentbench: move it away or choose another directory with --rootfs", dir)
+		return "", fmt.Errorf("%s exists but was not made by agentbench: move it away or choose another directory with --rootfs (demo) or --rootfs-dir (run)", dir)
 	}
 
 	src := aptSource{uri: o.mirror}
@@ -81,8 +83,8 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
 		return "", err
 	}
-	say("root filesystem: installing Debian %s with %s into %s; takes a minute or two, once", suite, strings.Join(rootfsPackages, ", "), o.dir)
-	args := []string{"--variant=minbase", "--include=" + strings.Join(rootfsPackages, ",")}
+	say("root filesystem: installing Debian %s with %s into %s; takes a minute or two, once", suite, strings.Join(o.packages, ", "), o.dir)
+	args := []string{"--variant=minbase", "--include=" + strings.Join(o.packages, ",")}
 	if src.signedBy != "" {
 		args = append(args, "--keyring="+src.signedBy)
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/tools/agentbench/linuxmem"
 )
 
 // runDir holds the files of one run: bundles, images, snapshots, and the list
@@ -128,6 +129,11 @@ func reclaimRuns(parent string, say func(string, ...any)) error {
 				lock.Close()
 				return err
 			}
+		}
+		// After the sandboxes: their memory may be swapped out.
+		if err := linuxmem.RestoreHost(filepath.Join(dir, swapState)); err != nil {
+			lock.Close()
+			return err
 		}
 		err = os.RemoveAll(dir)
 		lock.Close()

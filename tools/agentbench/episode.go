@@ -1,0 +1,269 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/tools/agentbench/report"
+)
+
+const (
+	// quietLimit is the longest time that an episode waits for other programs.
+	quietLimit = 15 * time.Second
+	// freeingTime is what the kernel takes to free all memory of what ended.
+	freeingTime = time.Second
+)
+
+// episode is the turn of one system at one workload.
+type episode struct {
+	r    *benchmark
+	key  report.Key
+	sys  *contender
+	work *preparedWorkload
+	swap *swapSpace // nil unless the system swaps
+
+	began    time.Time
+	clones   []*clone
+	timeline *timeline
+	meter    *meter
+
+	steps atomic.Int64
+
+	mu  sync.Mutex
+	out episodeResult
+}
+
+// episodeResult is what an episode adds to the report.
+type episodeResult struct {
+	report.Episode
+	steps    []report.Step
+	memory   []report.Memory
+	points   []report.Point
+	problems []report.Problem
+	// answers are those of each clone, one for each step and then its state.
+	answers [][]string
+	kept    keptPart
+}
+
+// problem notes something that fails the run or spoils its figures.
+func (e *episode) problem(fatal bool, format string, a ...any) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.out.problems = append(e.out.problems, report.Problem{Key: e.key, Fatal: fatal, Text: fmt.Sprintf(format, a...)})
+}
+
+// keep notes which part of its guest memory the host still holds in a sample.
+func (e *episode) keep(m *report.Memory, part float64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.out.kept[idOf(m.Key, m.Clone, m.Index)] = part
+}
+
+// scaled is a planned wait as --wait-scale makes it.
+func (e *episode) scaled(d time.Duration) time.Duration {
+	return time.Duration(float64(d) * e.r.cfg.waitScale)
+}
+
+// run takes the clones through their lives.
+func (e *episode) run(ctx context.Context) (err error) {
+	e.out.Episode = report.Episode{Key: e.key}
+	e.out.kept = make(keptPart)
+	defer func() { err = errors.Join(err, e.close()) }()
+	if e.sys.swaps {
+		if e.swap, err = openSwapSpace(ctx, e); err != nil {
+			return err
+		}
+	}
+	load, err := awaitQuietHost(ctx, quietLimit)
+	if err != nil {
+		return err
+	}
+	if !load.quiet {
+		e.problem(false, "other programs used %.0f %% of the processors before the episode began: its times mean little", 100*load.busy)
+	}
+	cpu, err := readCPUTimes()
+	if err != nil {
+		return err
+	}
+	own := selfCPU()
+	e.began = time.Now()
+	e.out.Began = e.began.Sub(e.r.progress.began).Seconds()
+	if e.timeline, err = startTimeline(ctx, e.key, e.began); err != nil {
+		return err
+	}
+	defer e.timeline.stop()
+
+	if err := e.restore(ctx); err != nil {
+		return err
+	}
+	if err := e.drive(ctx); err != nil {
+		return err
+	}
+	e.out.Seconds = time.Since(e.began).Seconds()
+	now, err := readCPUTimes()
+	if err != nil {
+		return err
+	}
+	e.out.CPUSeconds = (now.busy - cpu.busy).Seconds()
+	e.out.OwnCPUSeconds = (selfCPU() - own).Seconds()
+	e.out.IdleCPUSeconds = load.perSecond * e.out.Seconds
+	if e.out.points, e.out.PeakBytes, err = e.timeline.end(); err != nil {
+		return err
+	}
+	e.out.TemplateOnceBytes = e.timeline.templateOnce.Load()
+
+	if err := e.verify(ctx); err != nil {
+		return err
+	}
+	return e.teardown(ctx)
+}
+
+// restore starts the clones, one after the other.
+func (e *episode) restore(ctx context.Context) error {
+	for i := range e.key.Clones {
+		c := &clone{e: e, index: i, plan: e.work.plan(e.key.Repetition, i)}
+		if e.swap != nil {
+			var err error
+			if c.swap, err = e.swap.swapper(i); err != nil {
+				return err
+			}
+		}
+		e.clones = append(e.clones, c)
+		e.timeline.waiting.Store(int64(i))
+		took, err := c.restore(ctx)
+		if err != nil {
+			return fmt.Errorf("restoring %s clone %d: %w", e.key.System, i, err)
+		}
+		e.out.Restores = append(e.out.Restores, took.Seconds())
+		e.r.progress.status("%s: restored %d/%d", e, i+1, e.key.Clones)
+	}
+	e.timeline.waiting.Store(0)
+	return nil
+}
+
+// start restores the sandbox of one clone.
+func (e *episode) start(ctx context.Context, clone int) (*fleet.Sandbox, error) {
+	var opts []fleet.StartOption
+	if e.swap != nil {
+		opts = e.clones[clone].swap.startOptions()
+	}
+	return e.sys.rt.Restore(ctx, fmt.Sprintf("clone-%d", clone), e.work.bundle, e.work.images[e.sys.judged], opts...)
+}
+
+// drive lets every clone take all its steps at its own pace, and measures.
+func (e *episode) drive(ctx context.Context) error {
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	var err error
+	if e.meter, err = startMeter(e.key.Clones, e.measure, fail); err != nil {
+		return err
+	}
+	g, gctx := errgroup.WithContext(ctx)
+	for _, c := range e.clones {
+		g.Go(func() error { return c.drive(gctx) })
+	}
+	err = g.Wait()
+	var dropped int
+	e.out.memory, dropped = e.meter.end()
+	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
+		return cause
+	}
+	if err != nil {
+		return err
+	}
+	if dropped > 0 {
+		e.problem(false, "memory was measured in %d of %d waits: the machine was too busy in the others", len(e.out.memory), len(e.out.memory)+dropped)
+	}
+	for _, c := range e.clones {
+		e.out.steps = append(e.out.steps, c.steps...)
+	}
+	return nil
+}
+
+// stepDone tells how far the episode is.
+func (e *episode) stepDone() {
+	n, all := e.steps.Add(1), 0
+	for _, c := range e.clones {
+		all += len(c.plan)
+	}
+	owned := ""
+	if b, ok := e.meter.owned(); ok && b > 0 {
+		owned = ", owned " + mib(b)
+	}
+	e.r.progress.status("%s: step %d/%d%s, all on the host %s", e, n, all, owned, mib(e.timeline.used()))
+}
+
+// verify compares everything the clones hold, outside the timed steps, and has
+// the runtime check itself.
+func (e *episode) verify(ctx context.Context) error {
+	for i, c := range e.clones {
+		e.r.progress.status("%s: verifying the state of clone %d/%d", e, i+1, e.key.Clones)
+		if err := c.state(ctx); err != nil {
+			return err
+		}
+		e.out.answers = append(e.out.answers, c.answers)
+		if !e.sys.counted {
+			continue
+		}
+		check, err := c.sb.Check(ctx)
+		if err != nil {
+			return fmt.Errorf("checking %s clone %d: %w", e.key.System, i, err)
+		}
+		for _, p := range check.Problems {
+			e.problem(true, "check of clone %d: %s", i, p)
+		}
+	}
+	return nil
+}
+
+// teardown ends the sandboxes and sees what the host gets back.
+func (e *episode) teardown(ctx context.Context) error {
+	before, err := fleet.ReadHostMemory()
+	if err != nil {
+		return err
+	}
+	for _, c := range e.clones {
+		if err := c.sb.Delete(ctx); err != nil {
+			return err
+		}
+	}
+	if err := sleep(ctx, freeingTime); err != nil {
+		return err
+	}
+	after, err := fleet.ReadHostMemory()
+	if err != nil {
+		return err
+	}
+	e.out.FreedBytes = int64(after.Available) - int64(before.Available)
+	return nil
+}
+
+// close ends what still runs and puts the host back.
+func (e *episode) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	var errs []error
+	for _, c := range e.clones {
+		if c.swap != nil {
+			c.swap.close()
+		}
+		if c.sb != nil {
+			errs = append(errs, c.sb.Delete(ctx))
+		}
+	}
+	if e.swap != nil {
+		errs = append(errs, e.swap.close())
+	}
+	return errors.Join(errs...)
+}
+
+func (e *episode) String() string {
+	return fmt.Sprintf("%s x%d %s rep %d/%d", e.key.Workload, e.key.Clones, e.key.System, e.key.Repetition+1, e.r.cfg.repetitions)
+}

@@ -1,0 +1,138 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/tools/agentbench/linuxmem"
+	"runsc-agentzip/tools/agentbench/report"
+)
+
+// swapState is the file in the run's directory that says what was changed on the
+// host for the sake of the system linux.
+const swapState = "linuxmem.json"
+
+// swapTimeout bounds how long the host takes to be as it was before.
+const swapTimeout = 5 * time.Minute
+
+// runEnter becomes a command in a memory cgroup; linuxmem starts it so.
+func runEnter(_ context.Context, args []string, _, _ io.Writer) error {
+	linuxmem.Enter(args) // does not return
+	return nil
+}
+
+// probeSwap finds out whether the machine can run the system linux, by setting
+// everything up and removing it again.
+func probeSwap(ctx context.Context, dir *runDir) error {
+	host, err := linuxmem.Setup(ctx, linuxmem.Options{StateFile: filepath.Join(dir.path, swapState)})
+	if err != nil {
+		return err
+	}
+	return host.Close(context.WithoutCancel(ctx))
+}
+
+// swapSpace is the swap device of an episode, which exists no longer than it.
+type swapSpace struct {
+	e    *episode
+	host *linuxmem.Host
+}
+
+func openSwapSpace(ctx context.Context, e *episode) (*swapSpace, error) {
+	host, err := linuxmem.Setup(ctx, linuxmem.Options{StateFile: filepath.Join(e.r.dir.path, swapState)})
+	if err != nil {
+		return nil, err
+	}
+	return &swapSpace{e: e, host: host}, nil
+}
+
+// close puts the host back. The sandboxes must have ended.
+func (s *swapSpace) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), swapTimeout)
+	defer cancel()
+	return s.host.Close(ctx)
+}
+
+// swapper swaps the memory of one clone out while it waits.
+type swapper struct {
+	space *swapSpace
+	clone int
+	group *linuxmem.Group
+
+	mu   sync.Mutex
+	stop func() // of the wait that goes on
+	busy sync.WaitGroup
+}
+
+func (s *swapSpace) swapper(clone int) (*swapper, error) {
+	g, err := s.host.Group(fmt.Sprintf("clone-%d", clone))
+	if err != nil {
+		return nil, err
+	}
+	return &swapper{space: s, clone: clone, group: g}, nil
+}
+
+// startOptions make a sandbox start in the clone's group.
+func (s *swapper) startOptions() []fleet.StartOption {
+	return []fleet.StartOption{fleet.WithLauncher(s.group.Launcher()...)}
+}
+
+// arm has the clone's memory swapped out after a while, unless disarmed before.
+func (s *swapper) arm(after time.Duration) {
+	ctx, cancel := context.WithCancel(context.Background())
+	s.mu.Lock()
+	s.stop = cancel
+	s.mu.Unlock()
+	s.busy.Go(func() {
+		defer cancel()
+		if sleep(ctx, after) != nil {
+			return
+		}
+		if _, err := s.group.Reclaim(ctx); err != nil {
+			s.space.e.problem(true, "swapping clone %d out: %v", s.clone, err)
+		}
+	})
+}
+
+// disarm ends a wait: what is not swapped out by now stays. It does not hold
+// the step up that follows.
+func (s *swapper) disarm() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stop != nil {
+		s.stop()
+		s.stop = nil
+	}
+}
+
+// close waits for what goes on.
+func (s *swapper) close() {
+	s.disarm()
+	s.busy.Wait()
+}
+
+// measure completes a sample without looking at guest pages, which would bring
+// them back. What is owned is estimated at the end (see pairMemory).
+func (s *swapper) measure(m *report.Memory) error {
+	u, err := s.group.Usage()
+	if err != nil {
+		return err
+	}
+	h, err := s.space.host.Usage()
+	if err != nil {
+		return err
+	}
+	m.SwapBytes = u.Swap
+	// The group holds the attached runsc too, which is not the sandbox's.
+	client := m.Measured.Client
+	m.HostBytes = u.Bytes - min(u.Bytes, client.PSSAnon+client.PageTables) + h.Share(u.Swap-min(u.Swap, client.SwapPSS))
+	// The blocks of memory files count pages whether they are swapped out or not.
+	files := m.Measured.GuestMemfd + m.Measured.OtherMemfd
+	resident := min(u.Shmem, files)
+	s.space.e.keep(m, ratio(float64(resident+h.Share(files-resident)), float64(files)))
+	return nil
+}
