@@ -96,7 +96,7 @@ var comparedDefinitions = map[string]string{
 	"restore_seconds": "mean restore time, if both runs lack stock",
 	"cpu_ratio":       "processor time of an episode over stock's in the same run",
 	"cpu_seconds":     "mean processor time of an episode, if both runs lack stock",
-	"p":               "t-test over clones (of each repetition; for cpu figures over repetitions) of the logarithm of the figure, whose spread is found by leaving out one clone at a time (jackknife); paired if the clones of both runs took the same steps, Welch's otherwise",
+	"p":               "t-test over clones (of each repetition; for cpu figures over repetitions) of the logarithm of the figure, whose spread is found by leaving out one clone at a time (jackknife); paired if the clones of both runs took the same steps, Welch's otherwise; clones of unequal weight count as correspondingly fewer",
 	"p_adjusted":      "p after Benjamini and Hochberg's correction for the number of figures compared; below 0.05 a difference is beyond noise. Noise that a whole run or episode has in common, such as another program at that time, is not covered: repeat the runs to rule it out",
 }
 
@@ -106,6 +106,9 @@ var comparedDefinitions = map[string]string{
 type estimate struct {
 	total float64
 	parts map[unit]float64
+	// effective is how many units of equal weight would tell as much about the
+	// spread.
+	effective float64
 }
 
 // logRatio estimates the ratio of the sums of pairs.
@@ -115,14 +118,16 @@ func logRatio(pairs map[unit]pair) estimate {
 	for _, u := range units {
 		all = pair{all.top + pairs[u].top, all.bottom + pairs[u].bottom}
 	}
-	e := estimate{math.Log(all.top / all.bottom), make(map[unit]float64)}
+	e := estimate{total: math.Log(all.top / all.bottom), parts: make(map[unit]float64)}
 	n := float64(len(units))
-	mean := 0.0
+	mean, squares := 0.0, 0.0
 	for _, u := range units {
 		p := pairs[u]
 		e.parts[u] = -(n - 1) * math.Log((all.top-p.top)/(all.bottom-p.bottom))
 		mean += e.parts[u] / n
+		squares += p.bottom * p.bottom
 	}
+	e.effective = all.bottom * all.bottom / squares
 	for u := range e.parts {
 		e.parts[u] += e.total - mean
 	}
@@ -131,12 +136,20 @@ func logRatio(pairs map[unit]pair) estimate {
 
 // logMean estimates the geometric mean of the pairs' ratios.
 func logMean(pairs map[unit]pair) estimate {
-	e := estimate{parts: make(map[unit]float64)}
+	e := estimate{parts: make(map[unit]float64), effective: float64(len(pairs))}
 	for _, u := range sortedUnits(pairs) {
 		e.parts[u] = math.Log(pairs[u].top / pairs[u].bottom)
 		e.total += e.parts[u] / float64(len(pairs))
 	}
 	return e
+}
+
+func (e estimate) list() []float64 {
+	var out []float64
+	for _, u := range sortedUnits(e.parts) {
+		out = append(out, e.parts[u])
+	}
+	return out
 }
 
 func (e estimate) valid() bool {
@@ -333,58 +346,50 @@ func (c *Comparison) comparand(g group, name string, fa, fb map[string]estimate)
 		A: math.Exp(a.total), B: math.Exp(b.total), Change: math.Exp(b.total-a.total) - 1,
 		Samples: min(len(a.parts), len(b.parts)), Verdict: Unknown,
 	}
-	var partsA, partsB []float64
-	paired := c.Paired && len(a.parts) == len(b.parts)
-	for _, u := range sortedUnits(a.parts) {
-		partsA = append(partsA, a.parts[u])
-		if _, ok := b.parts[u]; !ok {
-			paired = false
-		}
-	}
-	for _, u := range sortedUnits(b.parts) {
-		partsB = append(partsB, b.parts[u])
-	}
-	if x.Samples < 2 || slices.ContainsFunc(slices.Concat(partsA, partsB), func(v float64) bool { return math.IsNaN(v) || math.IsInf(v, 0) }) {
+	if x.Samples < 2 {
 		return x, true
 	}
+	paired := c.Paired && slices.Equal(sortedUnits(a.parts), sortedUnits(b.parts))
+	p, margin := test(a, b, paired)
 	difference := b.total - a.total
-	p, margin := test(partsA, partsB, difference, paired)
-	x.P = &p
-	x.Interval = []float64{math.Exp(difference-margin) - 1, math.Exp(difference+margin) - 1}
+	low, high := math.Exp(difference-margin)-1, math.Exp(difference+margin)-1
+	if math.IsNaN(p) || math.IsNaN(low) || math.IsInf(high, 0) {
+		return x, true
+	}
+	x.P, x.Interval = &p, []float64{low, high}
 	return x, true
 }
 
-// test returns the probability of at least such a difference between the means
-// of a and b if there is none, and the half width of the difference's 95 %
-// interval.
-func test(a, b []float64, difference float64, paired bool) (p, margin float64) {
-	var result *stats.TTestResult
-	var err error
-	var deviation float64
+// test returns the probability of at least such a difference between b and a if
+// there is none, and the half width of the difference's 95 % interval.
+func test(a, b estimate, paired bool) (p, margin float64) {
+	difference := b.total - a.total
+	var deviation, dof float64
+	partsA, partsB := a.list(), b.list()
 	if paired {
-		result, err = stats.PairedTTest(b, a, 0, stats.LocationDiffers)
-		differences := make([]float64, len(a))
-		for i := range a {
-			differences[i] = b[i] - a[i]
+		changes := make([]float64, len(partsA))
+		for i := range changes {
+			changes[i] = partsB[i] - partsA[i]
 		}
-		deviation = stats.StdDev(differences) / math.Sqrt(float64(len(a)))
+		deviation = stats.StdDev(changes) / math.Sqrt(float64(len(changes)))
+		dof = min(a.effective, b.effective) - 1
 	} else {
-		result, err = stats.TwoSampleWelchTTest(stats.Sample{Xs: b}, stats.Sample{Xs: a}, stats.LocationDiffers)
-		deviation = math.Sqrt(stats.Variance(a)/float64(len(a)) + stats.Variance(b)/float64(len(b)))
+		va, vb := stats.Variance(partsA)/float64(len(partsA)), stats.Variance(partsB)/float64(len(partsB))
+		deviation = math.Sqrt(va + vb)
+		dof = (va + vb) * (va + vb) / (va*va/(a.effective-1) + vb*vb/(b.effective-1))
 	}
 	switch {
 	case math.Abs(difference) < 1e-9:
 		// Rounding; with no noise at all it would be found significant.
 		p = 1
-	case err == nil:
-		p = result.P
+	case deviation > 0:
+		p = 2 * (1 - stats.TDist{V: max(dof, 1)}.CDF(math.Abs(difference)/deviation))
 	}
-	// The other errors are excluded by the number of samples: without noise, any
-	// difference is one.
-	if err != nil {
-		return p, 0
+	// Without noise, any other difference is one, and is known exactly.
+	if deviation > 0 {
+		margin = -stats.InvCDF(stats.TDist{V: max(dof, 1)})((1-confidence)/2) * deviation
 	}
-	return p, -stats.InvCDF(stats.TDist{V: result.DoF})((1-confidence)/2) * deviation
+	return p, margin
 }
 
 // judge gives the verdicts. The p-values are corrected by Benjamini and

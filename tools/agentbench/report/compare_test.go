@@ -64,24 +64,22 @@ func TestCompareScaled(t *testing.T) {
 // TestCompareNoise counts how often noise is called a difference.
 func TestCompareNoise(t *testing.T) {
 	const runs = 300
-	for name, change := range map[string]func(*fake){
-		"paired":         func(*fake) {},
-		"unpaired":       func(f *fake) {},
-		"one repetition": func(f *fake) { f.repetitions = 1 },
-	} {
+	for name, c := range map[string]struct {
+		repetitions int
+		unpaired    bool
+	}{"paired": {2, false}, "unpaired": {2, true}, "one repetition": {1, false}} {
 		t.Run(name, func(t *testing.T) {
-			false_, figures, small := 0, 0, 0
+			wrong, figures, small := 0, 0, 0
 			for seed := range uint64(runs) {
 				fa, fb := compareFake(2*seed+10), compareFake(2*seed+11)
-				change(&fa)
-				change(&fb)
-				a, b := fa.report(), fb.report()
-				if name == "unpaired" {
+				fa.repetitions, fb.repetitions = c.repetitions, c.repetitions
+				a, b := fa.raw(), fb.raw()
+				if c.unpaired {
 					b.Config.Seed++
 				}
 				c := Compare(a, b)
 				if c.Count(Better)+c.Count(Worse) > 0 {
-					false_++
+					wrong++
 				}
 				for _, x := range c.Figures {
 					if x.P != nil {
@@ -92,8 +90,9 @@ func TestCompareNoise(t *testing.T) {
 					}
 				}
 			}
-			t.Logf("a difference was found in %d of %d comparisons; p < 0.05 for %d of %d figures", false_, runs, small, figures)
-			require.LessOrEqual(t, false_, runs*8/100)
+			t.Logf("a difference was found in %d of %d comparisons; p < 0.05 for %d of %d figures", wrong, runs, small, figures)
+			// 5 % are expected; 300 comparisons may have 2.5 % more.
+			require.LessOrEqual(t, wrong, runs*75/1000)
 			require.LessOrEqual(t, small, figures*6/100)
 		})
 	}
@@ -106,7 +105,7 @@ func TestCompareFinds(t *testing.T) {
 	for seed := range uint64(runs) {
 		f := compareFake(2*seed + 11)
 		f.slow, f.bigger = 1.2, 0.8
-		for _, x := range Compare(compareFake(2*seed+10).report(), f.report()).Figures {
+		for _, x := range Compare(compareFake(2*seed+10).raw(), f.raw()).Figures {
 			if x.System != "agentzip" {
 				continue
 			}
