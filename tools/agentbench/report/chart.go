@@ -100,7 +100,8 @@ func (s scale) ticks(n int) []float64 {
 	}
 	step := niceStep((s.max - s.min) / float64(n))
 	var out []float64
-	for i := math.Ceil(s.min/step - 1e-9); i*step <= s.max*(1+1e-9); i++ {
+	// Adding 0 makes 0 of -0.
+	for i := math.Ceil(s.min/step-1e-9) + 0; i*step <= s.max*(1+1e-9); i++ {
 		out = append(out, i*step)
 	}
 	return out
@@ -142,9 +143,9 @@ func upTo(v, from, to float64) scale {
 	return scale{min: 0, max: step * math.Ceil(v/step-1e-9), from: from, to: to}
 }
 
-// plain writes a tick without digits that say nothing.
+// plain writes a tick with no more digits than it needs.
 func plain(v float64) string {
-	return strings.TrimSuffix(fmt.Sprintf("%.6g", v), ".0")
+	return fmt.Sprintf("%.6g", v)
 }
 
 // plotX and plotY are the ends of the plot.

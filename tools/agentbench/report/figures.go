@@ -17,6 +17,8 @@ type drawing struct {
 	// class is the CSS class of each system, order their order.
 	class map[string]string
 	order []string
+	// free counts the systems that have no fixed colour.
+	free int
 	// ablation systems are left out of charts that are not about them.
 	ablation map[string]bool
 }
@@ -33,11 +35,24 @@ func (r *Report) drawing() *drawing {
 	return d
 }
 
+// colors is how many CSS classes of colours there are; the first are those of
+// the systems that most runs have, so that pages can be compared.
+const colors = 9
+
+var fixedColors = map[string]int{Stock: 0, "linux": 1, judged: 2}
+
 func (d *drawing) add(system string) {
-	if d.class[system] == "" {
-		d.class[system] = fmt.Sprintf("s%d", len(d.order))
-		d.order = append(d.order, system)
+	if d.class[system] != "" {
+		return
 	}
+	i, ok := fixedColors[system]
+	if !ok {
+		n := len(fixedColors)
+		i = n + d.free%(colors-n)
+		d.free++
+	}
+	d.class[system] = fmt.Sprintf("s%d", i)
+	d.order = append(d.order, system)
 }
 
 // groups lists the systems' groups that have something to draw. If whole is set,
@@ -134,7 +149,10 @@ func (d *drawing) timeline(workload string, clones int) *chart {
 		unit, divisor = "GiB", 1024
 	}
 	x, y := scale{min: 0, max: end, from: left, to: right}, upTo(most/divisor, bottom, top)
-	c.Note = unit + ", all " + count(clones, "clone", "clones") + " together"
+	c.Note = unit
+	if clones > 1 {
+		c.Note = fmt.Sprintf("%s, all %d clones together", unit, clones)
+	}
 	c.yAxis(y, plain)
 	c.xAxis(x, plain, "seconds")
 	c.Hover = &hover{Left: left, Top: top, Width: right - left, Height: bottom - top, Max: end}

@@ -60,11 +60,26 @@ func (g goal) verdict() string {
 	default:
 		text = fmt.Sprintf("behind: %s, goal %s", value, g.want)
 	}
+	return text + g.doubt()
+}
+
+// brief is the verdict for where the goal is known.
+func (g goal) brief() string {
+	switch {
+	case g.measured == nil:
+		return "not measured against stock"
+	case g.met:
+		return times(g.measured.Value) + ", goal met" + g.doubt()
+	}
+	return times(g.measured.Value) + ", behind" + g.doubt()
+}
+
+func (g goal) doubt() string {
 	switch {
 	case !g.measured.HasInterval():
-		text += ", too few samples to be sure"
+		return ", too few samples to be sure"
 	case g.unsure:
-		text += ", within noise"
+		return ", within noise"
 	}
-	return text
+	return ""
 }

@@ -37,7 +37,6 @@ type page struct {
 	// More is how many mismatches are not shown.
 	More        int
 	Definitions []definition
-	Workloads   []Workload
 }
 
 type pageSystem struct {
@@ -86,7 +85,7 @@ func (r *Report) WriteHTML(path string) error {
 
 func (r *Report) html(w io.Writer) error {
 	t, err := template.New("page").Funcs(template.FuncMap{
-		"mib": mib, "size": func(n uint64) string { return size(float64(n)) }, "seconds": seconds, "elapsed": elapsed, "ratio": ratioText, "interval": intervalText,
+		"mib": mib, "size": func(n uint64) string { return size(float64(n)) }, "seconds": seconds, "elapsed": elapsed, "times": times, "margin": margin, "interval": intervalText,
 		"count": count, "short": func(b json.RawMessage) string { return shortened(b) }, "join": strings.Join,
 		"json":    func(v any) (string, error) { b, err := json.Marshal(v); return string(b), err },
 		"outputs": func(s Summary) string { return s.outputs() },
@@ -112,7 +111,7 @@ func kindNames(rows []Summary) []string {
 
 func (r *Report) page() *page {
 	d := r.drawing()
-	p := &page{Report: r, Style: template.CSS(pageStyle), Script: template.JS(pageScript), Tables: r.tables(), Workloads: r.Workloads}
+	p := &page{Report: r, Style: template.CSS(pageStyle), Script: template.JS(pageScript), Tables: r.pageTables()}
 	known := make(map[string]System)
 	for _, y := range r.Systems {
 		known[y.Name] = y
@@ -132,6 +131,10 @@ func (r *Report) page() *page {
 	p.More = max(0, len(r.Mismatches)-mostMismatches)
 	p.Tiles = r.tiles()
 	p.Goals = r.pageGoals()
+	if len(r.Summary) > 0 && !slices.ContainsFunc(r.Systems, func(y System) bool { return y.Name == Stock }) {
+		p.Goals = nil
+		p.Notes = append(p.Notes, Problem{Text: "The run lacks stock: there is nothing to compare the systems with, and no goal can be judged."})
+	}
 	p.Sections = d.sections()
 	for _, name := range slices.Sorted(maps.Keys(r.Definitions)) {
 		p.Definitions = append(p.Definitions, definition{name, r.Definitions[name]})
@@ -141,6 +144,27 @@ func (r *Report) page() *page {
 
 // Shown are the mismatches that the page shows.
 func (p *page) Shown() []Mismatch { return p.Mismatches[:len(p.Mismatches)-p.More] }
+
+// pageTables are the rows of the tables. Stock is not compared with itself.
+func (r *Report) pageTables() [][]Summary {
+	tables := r.tables()
+	for _, rows := range tables {
+		for i := range rows {
+			s := &rows[i]
+			if s.System != Stock {
+				continue
+			}
+			s.OwnedReduction, s.HostReduction, s.OwnedReductionLong = nil, nil, nil
+			s.StepTimeRatio, s.StepP99Ratio, s.RestoreRatio, s.CPURatio = nil, nil, nil, nil
+			s.Kinds = maps.Clone(s.Kinds)
+			for name, kind := range s.Kinds {
+				kind.Ratio = nil
+				s.Kinds[name] = kind
+			}
+		}
+	}
+	return tables
+}
 
 // tiles are the figures that a reader looks for first: those of the judged
 // system, as geometric means over workloads and numbers of clones.
@@ -200,7 +224,7 @@ func (r *Report) pageGoals() []pageGoal {
 	var out []pageGoal
 	for _, s := range r.Summary {
 		for i, g := range s.goals() {
-			x := pageGoal{Workload: s.Workload, Clones: s.Clones, Name: g.name, Verdict: g.verdict(), Met: g.met}
+			x := pageGoal{Workload: s.Workload, Clones: s.Clones, Name: g.name, Verdict: g.brief(), Met: g.met}
 			if q := g.measured; q != nil {
 				x.Measured = true
 				end, aim := GoalOwnedReduction*1.5, GoalOwnedReduction

@@ -104,6 +104,12 @@ func TestHTMLEscapes(t *testing.T) {
 	require.Equal(t, 1, strings.Count(w.String(), "<script>"))
 }
 
+// TestColors: a system looks the same on every page.
+func TestColors(t *testing.T) {
+	d := fake{systems: []string{"agentzip-noprefetch", "agentzip", "mine", Stock}}.report().drawing()
+	require.Equal(t, map[string]string{"agentzip-noprefetch": "s3", "agentzip": "s2", "mine": "s4", Stock: "s0"}, d.class)
+}
+
 func TestBin(t *testing.T) {
 	v := bin([]Point{{At: 0, UsedBytes: 1 << 20}, {At: 0, UsedBytes: 3 << 20}, {At: 50, UsedBytes: 7 << 20}}, 100)
 	require.Equal(t, 2.0, *v[0])
