@@ -112,7 +112,13 @@ func (e *episode) run(ctx context.Context) (err error) {
 		return err
 	}
 	e.out.CPUSeconds = (now.busy - cpu.busy).Seconds()
-	e.out.OwnCPUSeconds = (selfCPU() - own).Seconds()
+	own = selfCPU() - own
+	for _, c := range e.clones {
+		if c.swap != nil {
+			own -= c.swap.cpuTime()
+		}
+	}
+	e.out.OwnCPUSeconds = own.Seconds()
 	e.out.IdleCPUSeconds = load.perSecond * e.out.Seconds
 	if e.out.points, e.out.PeakBytes, err = e.timeline.end(); err != nil {
 		return err

@@ -10,6 +10,22 @@ import (
 
 const pageSize = 4096
 
+// sampleDefinitions explains the figures that samples have and the summary has
+// not.
+var sampleDefinitions = map[string]string{
+	"waits":               "drawn by the workload as config.waits says, the same for every system, and multiplied by config.wait_scale. After its last step a clone waits once more, for the mean of its waits. In a wait of 0.5 s or more memory is measured once, after 60 % of the wait or a second before its end, whichever is later, on a thread that runs only when a processor is idle; a measurement that does not end with the wait is dropped",
+	"index -1":            "the wait after the restore, which begins with the clone's first answer and lasts while other clones are restored",
+	"owned_bytes, linux":  "stock's owned_bytes in the same wait times the part of the guest memory that linux still holds, resident or compressed: guest pages cannot be looked at without swapping them in. 0 if stock was not measured in the same wait",
+	"host_bytes, linux":   "what is charged to the sandbox's memory cgroup, less the attached runsc's memory, and its part of what the compressed swap device holds, by swap space used",
+	"owned_outside_bytes": "allocated blocks of the memory file and what the sandbox's other memory files and its Sentry's anonymous memory exceed the mean of stock's in the same repetition by. It does not ask the runtime, but takes the Sentries' own heaps for equal, which differ by some MiB: a check of figures that are larger than that",
+	"demand_pages":        "pages restored because something touched them, between the measurements in the waits before and after the step; prefetched_pages in the same way",
+	"used_bytes":          "MemAvailable before the episode less MemAvailable now, and what the page cache holds of a template that all clones share. It includes what other programs took or gave back meanwhile",
+	"freed_bytes":         "MemAvailable after the clones were ended less MemAvailable before",
+	"own_cpu_seconds":     "processor time of agentbench and of the commands with which it measures",
+	"idle_cpu_seconds":    "the processor time per second that was used in the last second before the episode, times its seconds",
+	"restores":            "clones are restored one after the other; the time is from the restore command to the answer to a first request. Images have been restored once before",
+}
+
 // measure takes one memory sample of one clone.
 func (e *episode) measure(ctx context.Context, c *clone, w waitID) (report.Memory, error) {
 	m := report.Memory{

@@ -433,11 +433,15 @@ func (b *benchmark) finish(err error) {
 	pairMemory(r, b.kept)
 	pairFaults(r)
 	r.Summarize()
+	maps.Copy(r.Definitions, sampleDefinitions)
 }
 
 // write stores and shows the report.
 func (b *benchmark) write(stdout io.Writer) error {
 	if err := b.report.Write(b.cfg.json); err != nil {
+		return err
+	}
+	if err := b.report.WriteHTML(b.cfg.html); err != nil {
 		return err
 	}
 	b.progress.say("results and all samples: %s, plots: %s", b.cfg.json, b.cfg.html)

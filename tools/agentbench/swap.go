@@ -65,6 +65,9 @@ type swapper struct {
 
 	mu   sync.Mutex
 	stop func() // of the wait that goes on
+	// cpu is what swapping out has taken. It is the system's work, done in the
+	// name of this process.
+	cpu  time.Duration
 	busy sync.WaitGroup
 }
 
@@ -92,9 +95,13 @@ func (s *swapper) arm(after time.Duration) {
 		if sleep(ctx, after) != nil {
 			return
 		}
-		if _, err := s.group.Reclaim(ctx); err != nil {
+		r, err := s.group.Reclaim(ctx)
+		if err != nil {
 			s.space.e.problem(true, "swapping clone %d out: %v", s.clone, err)
 		}
+		s.mu.Lock()
+		s.cpu += r.CPU
+		s.mu.Unlock()
 	})
 }
 
@@ -107,6 +114,13 @@ func (s *swapper) disarm() {
 		s.stop()
 		s.stop = nil
 	}
+}
+
+// cpuTime is the processor time that swapping out has taken.
+func (s *swapper) cpuTime() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cpu
 }
 
 // close waits for what goes on.

@@ -36,7 +36,7 @@ var systemKinds = []systemKind{
 	{name: judgedName, summary: "the runtime under test with its defaults", judged: true, counted: true},
 	{name: "agentzip-noprefetch", summary: "nothing is restored before it is touched", judged: true, counted: true,
 		flags: []string{"--agentzip-prefetch=off"}, ablation: "prefetch"},
-	{name: "agentzip-notemplate", summary: "a restore copies the whole template", judged: true, counted: true,
+	{name: "agentzip-notemplate", summary: "a restore copies the whole template, which is each clone's own then", judged: true, counted: true,
 		flags: []string{"--agentzip-template=load"}, ablation: "template"},
 	{name: "agentzip-nodeep", summary: "what was stored in a quick form is never compressed harder", judged: true, counted: true,
 		flags: []string{"--agentzip-deepen-after=10000h"}, ablation: "deepening"},

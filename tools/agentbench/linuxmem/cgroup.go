@@ -465,6 +465,9 @@ type Reclaimed struct {
 	Before   uint64        `json:"before"`
 	After    uint64        `json:"after"`
 	Duration time.Duration `json:"duration"`
+	// CPU is the processor time that the kernel took for it, all of it in the
+	// name of this process.
+	CPU time.Duration `json:"cpu"`
 	// Complete: the kernel went through everything. False if ctx ended first.
 	Complete bool `json:"complete"`
 }
@@ -491,7 +494,11 @@ func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 	}
 	defer f.Close()
 	began := time.Now()
-	_, err = interruptible(ctx, func() (int, error) { return unix.Write(int(f.Fd()), []byte(value)) })
+	_, err = interruptible(ctx, func() (int, error) {
+		before := threadCPU()
+		defer func() { r.CPU += threadCPU() - before }()
+		return unix.Write(int(f.Fd()), []byte(value))
+	})
 	r.Duration = time.Since(began)
 	switch {
 	case err == nil, errors.Is(err, unix.EAGAIN):
@@ -504,6 +511,15 @@ func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 	}
 	r.After, err = g.bytes()
 	return r, err
+}
+
+// threadCPU is the processor time that this thread has taken.
+func threadCPU() time.Duration {
+	var u unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_THREAD, &u) != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // Close removes the cgroup. Its processes must have ended. After it succeeded it

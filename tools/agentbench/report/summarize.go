@@ -22,7 +22,7 @@ var definitions = map[string]string{
 	"step_time_ratio":      "sum of step_seconds over stock's sum for the same steps: the same step of the same clone in the same repetition",
 	"step_p99_ratio":       "99th percentile of step_seconds over stock's 99th percentile for the same steps",
 	"kinds":                "step_seconds and step_time_ratio of each kind of step",
-	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored at the same time",
+	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored one after the other",
 	"restore_ratio":        "sum of restore_seconds over stock's",
 	"cpu_seconds":          "processor time the host spent during an episode, less what agentbench used itself and what the host spends when idle; mean over repetitions",
 	"cpu_ratio":            "sum of cpu_seconds over stock's, same repetitions",
