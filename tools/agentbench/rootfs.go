@@ -53,7 +53,7 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 		}
 		suite = codename
 	}
-	stamp := suite + "\n" + strings.Join(o.packages, " ") + "\n"
+	stamp := rootfsStampFor(suite, o.packages)
 	if b, err := os.ReadFile(filepath.Join(dir, rootfsStamp)); err == nil {
 		if string(b) == stamp {
 			say("root filesystem: %s (cached)", o.dir)
@@ -108,6 +108,11 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 		return "", err
 	}
 	return dir, nil
+}
+
+// rootfsStampFor is the content of the stamp of a root file system.
+func rootfsStampFor(suite string, packages []string) string {
+	return suite + "\n" + strings.Join(packages, " ") + "\n"
 }
 
 // findDebootstrap finds the tool or, where allowed, installs it.

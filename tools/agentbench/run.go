@@ -164,7 +164,6 @@ type contender struct {
 // benchmark is one run.
 type benchmark struct {
 	cfg      runConfig
-	stderr   io.Writer
 	progress *progress
 
 	dir        *runDir
@@ -196,12 +195,28 @@ func runRun(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 	}
 	defer quietRuntime()()
 
-	b := &benchmark{
-		cfg: cfg, stderr: stderr, progress: newProgress(stderr),
+	b := newBenchmark(cfg, args, stderr)
+	err = b.run(ctx)
+	if len(b.report.Episodes) > 0 {
+		err = errors.Join(err, b.write(stdout))
+	}
+	if err != nil {
+		return err
+	}
+	return verdict(b.report)
+}
+
+func newBenchmark(cfg runConfig, args []string, stderr io.Writer) *benchmark {
+	return &benchmark{
+		cfg: cfg, progress: newProgress(stderr),
 		makers: make(map[bool]*fleet.Runtime), versions: make(map[bool]string), kept: make(keptPart),
 		report: newReport(cfg, args),
 	}
-	err = b.run(ctx)
+}
+
+// run measures, removes everything but the report, and completes that.
+func (b *benchmark) run(ctx context.Context) error {
+	err := b.measure(ctx)
 	cerr := b.cleanup()
 	if cerr != nil {
 		cerr = fmt.Errorf("cleaning up: %w", cerr)
@@ -212,13 +227,7 @@ func runRun(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 	}
 	err = errors.Join(err, cerr)
 	b.finish(err)
-	if len(b.report.Episodes) > 0 {
-		err = errors.Join(err, b.write(stdout))
-	}
-	if err != nil {
-		return err
-	}
-	return verdict(b.report)
+	return err
 }
 
 // quietRuntime sets this program's Go runtime up for timing: the garbage
@@ -256,7 +265,7 @@ func verdict(r *report.Report) error {
 	return errors.Join(errs...)
 }
 
-func (b *benchmark) run(ctx context.Context) error {
+func (b *benchmark) measure(ctx context.Context) error {
 	if err := reclaimRuns(b.cfg.work, b.progress.say); err != nil {
 		return err
 	}
@@ -407,7 +416,12 @@ func (b *benchmark) episode(ctx context.Context, key report.Key, order int, sys 
 	for _, m := range e.out.memory {
 		owned = append(owned, float64(m.OwnedBytes))
 	}
-	b.progress.say("%s: %d steps in %.0f s, median %.2f s, owned %s a clone, peak %s", e, len(seconds), e.out.Seconds, quantile(seconds, 0.5), mib(uint64(mean(owned))), mib(e.out.PeakBytes))
+	// What a system that swaps owns is estimated later.
+	held := ""
+	if !sys.swaps {
+		held = fmt.Sprintf("owned %s a clone, ", mib(uint64(mean(owned))))
+	}
+	b.progress.say("%s: %d steps in %.0f s, median %.2f s, %speak %s", e, len(seconds), e.out.Seconds, quantile(seconds, 0.5), held, mib(e.out.PeakBytes))
 	for _, p := range e.out.problems {
 		b.progress.say("%s: %s", e, p.Text)
 	}

@@ -1,0 +1,277 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/tools/agentbench/linuxmem"
+	"runsc-agentzip/tools/agentbench/workload"
+)
+
+// The end-to-end tests need root and the two binaries.
+const (
+	runtimeEnv = "AGENTBENCH_RUNTIME"
+	stockEnv   = "AGENTBENCH_STOCK"
+	// childEnv makes the test binary run the benchmark in a directory.
+	childEnv = "AGENTBENCH_TEST_RUN"
+)
+
+// TestMain lets the test binary be all programs that the tests need: the guest's
+// tool server, the launcher of the system linux, and a benchmark to be killed.
+func TestMain(m *testing.M) {
+	switch {
+	case os.Getpid() == 1:
+		serveTools(os.Stdin, os.Stdout)
+	case len(os.Args) > 1 && os.Args[1] == "enter":
+		linuxmem.Enter(os.Args[2:])
+	case os.Getenv(childEnv) != "":
+		b := newBenchmark(testConfig(os.Getenv(childEnv), "linux", time.Minute), nil, os.Stderr)
+		fmt.Fprintln(os.Stderr, b.run(context.Background()))
+	default:
+		os.Exit(m.Run())
+	}
+}
+
+// serveTools is a tool server whose steps write to more and more memory.
+func serveTools(in io.Reader, out io.Writer) {
+	heap := make([]uint64, 4<<20)
+	touch := func(seed uint64) uint64 {
+		r := rand.New(rand.NewPCG(seed, 1))
+		var sum uint64
+		for i := range heap[:1<<19] {
+			heap[i] = heap[i]*3 + r.Uint64()>>52
+			sum += heap[i]
+		}
+		return sum
+	}
+	touch(0)
+	fmt.Fprintln(out, `{"ready": true}`)
+	for lines := bufio.NewScanner(in); lines.Scan(); {
+		var q struct {
+			Op   string
+			Args struct{ Seed uint64 }
+		}
+		var result any = map[string]any{}
+		if err := json.Unmarshal(lines.Bytes(), &q); err != nil {
+			panic(err)
+		}
+		switch q.Op {
+		case "step":
+			result = touch(q.Args.Seed)
+		case "state":
+			var sum uint64
+			for _, v := range heap {
+				sum = sum*31 + v
+			}
+			result = sum
+		}
+		b, err := json.Marshal(map[string]any{"ok": true, "result": result})
+		if err != nil {
+			panic(err)
+		}
+		fmt.Fprintf(out, "%s\n", b)
+	}
+}
+
+// testWorkload waits before each step.
+func testWorkload(wait time.Duration) workload.Workload {
+	return workload.Workload{
+		Name: "test", Summary: "the tests' own", Rootfs: "test", EstimatedBytes: 64 << 20,
+		Spec: func(rootfs string, seed uint64) fleet.Spec {
+			return fleet.Spec{Rootfs: rootfs, Args: []string{"/server"}}
+		},
+		Install: func(string) error { return nil },
+		Plan: func(seed uint64, clone, n int) []workload.Step {
+			var out []workload.Step
+			for i := range n {
+				q := fmt.Sprintf(`{"op":"step","args":{"seed":%d}}`, seed*1000+uint64(clone)*100+uint64(i))
+				out = append(out, workload.Step{Kind: []string{"odd", "even"}[i%2], Request: json.RawMessage(q), Wait: wait})
+			}
+			return out
+		},
+	}
+}
+
+// testConfig is a small run in a directory that holds nothing else.
+func testConfig(dir, systems string, wait time.Duration) runConfig {
+	kinds, err := parseSystems(systems)
+	if err != nil {
+		panic(err)
+	}
+	return runConfig{
+		workloads: []workload.Workload{testWorkload(wait)}, systems: kinds,
+		clones: []int{2}, steps: 4, repetitions: 2, seed: 1, waitScale: 1,
+		runtime: os.Getenv(runtimeEnv), stock: os.Getenv(stockEnv),
+		work: filepath.Join(dir, "work"), rootfsDir: dir, rootfs: rootfsOptions{suite: "none"},
+		stepTimeout: time.Minute, skip: true,
+	}
+}
+
+// testDir makes a directory with a root file system that holds the test binary
+// only. It is not below /tmp, which a sandbox covers with its own.
+func testDir(t *testing.T) string {
+	if os.Getenv(runtimeEnv) == "" || os.Getenv(stockEnv) == "" {
+		t.Skipf("set %s and %s to runsc binaries to run this test", runtimeEnv, stockEnv)
+	}
+	dir, err := os.MkdirTemp("/var/tmp", "agentbench-test-")
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, os.RemoveAll(dir)) })
+	rootfs := filepath.Join(dir, "rootfs-test")
+	for _, d := range []string{"proc", "dev", "sys", "tmp"} {
+		require.NoError(t, os.MkdirAll(filepath.Join(rootfs, d), 0o755))
+	}
+	self, err := os.Executable()
+	require.NoError(t, err)
+	b, err := os.ReadFile(self)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(rootfs, "server"), b, 0o755))
+	require.NoError(t, os.WriteFile(filepath.Join(rootfs, rootfsStamp), []byte(rootfsStampFor("none", nil)), 0o644))
+	return dir
+}
+
+// assertNothingLeft makes sure that a run in dir left nothing on the machine.
+func assertNothingLeft(t *testing.T, dir string, before []string) {
+	t.Helper()
+	runs, err := filepath.Glob(filepath.Join(dir, "work", "*"))
+	require.NoError(t, err)
+	assert.Empty(t, runs)
+	assert.Equal(t, before, machineState(t))
+}
+
+// machineState is what a run must leave as it found it.
+func machineState(t *testing.T) []string {
+	t.Helper()
+	var out []string
+	for _, pattern := range []string{"/run/agentbench-*", "/sys/fs/cgroup/memory/agentbench-*", "/sys/fs/cgroup/memory/*/*/agentbench-*", "/sys/fs/cgroup/agentbench-*"} {
+		found, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		out = append(out, found...)
+	}
+	swaps, err := os.ReadFile("/proc/swaps")
+	require.NoError(t, err)
+	return append(out, string(swaps))
+}
+
+func TestRunEndToEnd(t *testing.T) {
+	dir := testDir(t)
+	before := machineState(t)
+	var log bytes.Buffer
+	systems := "stock,linux,agentzip,agentzip-notemplate,agentzip-off"
+	b := newBenchmark(testConfig(dir, systems, 600*time.Millisecond), nil, &log)
+	err := b.run(t.Context())
+	t.Logf("%s", &log)
+	require.NoError(t, err)
+	assertNothingLeft(t, dir, before)
+
+	r := b.report
+	require.NoError(t, verdict(r))
+	taking := make(map[string]int)
+	for _, e := range r.Episodes {
+		taking[e.System]++
+		assert.Len(t, e.Restores, 2)
+		assert.Positive(t, e.CPUSeconds)
+		assert.Positive(t, e.OwnCPUSeconds)
+	}
+	for _, s := range []string{"stock", "agentzip", "agentzip-notemplate", "agentzip-off"} {
+		assert.Equal(t, 2, taking[s], s)
+	}
+	assert.Len(t, r.Steps, len(r.Episodes)*2*4)
+	for _, s := range r.Steps {
+		assert.GreaterOrEqual(t, s.WaitSeconds, 0.6)
+		assert.Less(t, s.Seconds, 60.0)
+	}
+	measured := make(map[string]int)
+	for _, m := range r.Memory {
+		measured[m.System]++
+		assert.GreaterOrEqual(t, m.IdleSeconds, 0.3)
+		assert.Positive(t, m.CommittedBytes)
+		assert.Positive(t, m.HostBytes)
+		assert.Equal(t, m.System == linuxName, m.SwapBytes > 0, "%s: %d bytes of swap", m.System, m.SwapBytes)
+	}
+	for s, n := range taking {
+		// Others may keep the machine too busy for some.
+		assert.Positive(t, measured[s], "no memory samples of %s", s)
+		assert.LessOrEqual(t, measured[s], n*2*5)
+	}
+	assert.NotEmpty(t, r.Timeline)
+	for _, s := range r.Summary {
+		assert.True(t, s.OutputsEqual, s.System)
+	}
+}
+
+func TestRunInterruptedEndToEnd(t *testing.T) {
+	dir := testDir(t)
+	before := machineState(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	log := &triggerWriter{on: "step 1/8", do: cancel}
+	b := newBenchmark(testConfig(dir, "linux,agentzip", 600*time.Millisecond), nil, log)
+	b.progress.terminal = true // so that every step is told
+	err := b.run(ctx)
+	assert.ErrorIs(t, err, errInterrupted)
+	assertNothingLeft(t, dir, before)
+	assert.NotEmpty(t, b.report.Error)
+}
+
+// TestRunKilledEndToEnd kills a run outright; the next one finds and removes
+// what it left.
+func TestRunKilledEndToEnd(t *testing.T) {
+	dir := testDir(t)
+	before := machineState(t)
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cmd := exec.Command(self)
+	cmd.Env = append(os.Environ(), childEnv+"="+dir)
+	stderr, err := cmd.StderrPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	// Its first wait is long: it is killed while its clones wait.
+	killed := false
+	for lines := bufio.NewScanner(stderr); lines.Scan(); {
+		t.Log(lines.Text())
+		switch {
+		case strings.Contains(lines.Text(), "leaving out"):
+			t.Log("this machine has no swap to leave behind")
+		case strings.Contains(lines.Text(), "checkpointed in"):
+			time.Sleep(4 * time.Second)
+			killed = true
+			require.NoError(t, cmd.Process.Kill())
+		}
+	}
+	cmd.Wait()
+	if !killed {
+		t.Skip("the machine cannot run the system linux")
+	}
+	left := machineState(t)
+	assert.NotEqual(t, before, left, "it was killed too early or too late")
+	require.NoError(t, reclaimRuns(filepath.Join(dir, "work"), t.Logf))
+	assertNothingLeft(t, dir, before)
+}
+
+// triggerWriter does something when a text is written to it.
+type triggerWriter struct {
+	on string
+	do func()
+}
+
+func (w *triggerWriter) Write(b []byte) (int, error) {
+	if strings.Contains(string(b), w.on) {
+		w.do()
+	}
+	return len(b), nil
+}
