@@ -12,7 +12,7 @@ var basePackages = []string{
 }
 
 // all lists the workloads in the order they are presented.
-func all() []Workload { return []Workload{swe, data} }
+func all() []Workload { return []Workload{swe, lsp, lspLate, data, build} }
 
 // Names returns the names of all workloads.
 func Names() []string {

@@ -8,7 +8,7 @@ var data = Workload{
 	Rootfs:         "base",
 	Packages:       basePackages,
 	EstimatedBytes: 450 << 20,
-	Spec:           spec("data"),
+	Spec:           spec(config{Workload: "data"}),
 	Install:        install,
 	Plan:           planData,
 }

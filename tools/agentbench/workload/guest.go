@@ -50,12 +50,23 @@ func install(rootfs string) error {
 	return nil
 }
 
-// spec returns the Spec function of the workload that the guest knows as name.
-func spec(name string) func(rootfs string, seed uint64) fleet.Spec {
+// config is the tool server's argument.
+type config struct {
+	// Workload is the module that the server loads.
+	Workload string `json:"workload"`
+	Seed     uint64 `json:"seed"`
+	// Late leaves the start of the language servers to steps.
+	Late bool `json:"late,omitempty"`
+}
+
+// spec returns the Spec function of a workload; the seed is filled in.
+func spec(c config) func(rootfs string, seed uint64) fleet.Spec {
 	return func(rootfs string, seed uint64) fleet.Spec {
-		config, err := json.Marshal(map[string]any{"workload": name, "seed": seed})
+		c := c
+		c.Seed = seed
+		config, err := json.Marshal(c)
 		if err != nil {
-			panic(err) // a string and a number
+			panic(err) // strings and numbers
 		}
 		return fleet.Spec{
 			Rootfs:   rootfs,

@@ -31,9 +31,10 @@ func drawWait(rng *rand.Rand) time.Duration {
 type draw struct{ *rand.Rand }
 
 // drawFor returns the source of a step's choices; steps do not share one, so
-// that a plan of more steps begins with the plan of fewer.
+// that a plan of more steps begins with the plan of fewer. Negative indices are
+// those of steps before the first.
 func drawFor(seed uint64, clone, index int) draw {
-	return draw{rand.New(rand.NewPCG(seed, uint64(clone)<<32|uint64(index)))}
+	return draw{rand.New(rand.NewPCG(seed, uint64(clone)<<32|uint64(uint32(index))))}
 }
 
 func (d draw) pick(from []string) string { return from[d.IntN(len(from))] }

@@ -12,7 +12,7 @@ var swe = Workload{
 	Rootfs:         "base",
 	Packages:       basePackages,
 	EstimatedBytes: 500 << 20,
-	Spec:           spec("swe"),
+	Spec:           spec(config{Workload: "swe"}),
 	Install:        install,
 	Plan:           planCycle(sweCycle, sweDetours, sweArguments),
 }

@@ -8,6 +8,7 @@ import re
 import types
 
 SKIPPED_DIRS = {".git", ".cache", "__pycache__"}  # hold times; git has fsck
+SKIPPED_SUFFIXES = (".gch",)  # precompiled headers differ from build to build
 SKIPPED_TYPES = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -88,13 +89,18 @@ def namespace(names):
     return h.hexdigest()[:16]
 
 
+def file(path):
+    with open(path, "rb") as f:
+        return of(f.read())
+
+
 def files(roots):
     """Digests the names and contents of all files below some directories."""
     h = hashlib.sha256()
     for root in roots:
         for base, dirs, names in os.walk(root):
             dirs[:] = sorted(d for d in dirs if d not in SKIPPED_DIRS)
-            for name in sorted(names):
+            for name in sorted(n for n in names if not n.endswith(SKIPPED_SUFFIXES)):
                 path = os.path.join(base, name)
                 feed(h, path)
                 if os.path.islink(path):

@@ -28,10 +28,11 @@ files = {}  # path in the repository -> text; the interpreter knows it as files
 trees = {}  # path -> syntax tree
 
 
-def build(server):
+def build(server, extra={}, tree_bytes=TREE_BYTES):
+    """extra are more files (path -> text) for the repository."""
     rng = random.Random(server.seed)
-    make_repository(server, rng)
-    budget = TREE_BYTES
+    make_repository(server, rng, extra)
+    budget = tree_bytes
     # The project's own code first, then its tests.
     for path in sorted((p for p in files if p.endswith(".py")), key=lambda p: (is_test(p), p)):
         budget -= len(files[path])
@@ -75,7 +76,7 @@ def sources():
 
 # ---- the repository ----
 
-def make_repository(server, rng):
+def make_repository(server, rng, extra):
     """Writes the history with one git fast-import and checks it out."""
     binaries = {}  # what the tests read
     for base, dirs, names in os.walk(SOURCE):
@@ -89,6 +90,7 @@ def make_repository(server, rng):
                 files[path] = content.decode()
             except UnicodeDecodeError:
                 binaries[path] = content
+    files.update(extra)
     files[".gitignore"] = "__pycache__/\n*.pyc\n"
     files["setup.cfg"] = "[tool:pytest]\naddopts = -p no:cacheprovider\n"
 

@@ -1,0 +1,60 @@
+package workload
+
+import (
+	"slices"
+)
+
+var lspPackages = slices.Concat(basePackages, []string{
+	"nodejs", "node-typescript", "node-lodash",
+	// pylsp finds its plugins with setuptools.
+	"python3-pylsp", "python3-pyflakes", "python3-pycodestyle", "python3-setuptools",
+})
+
+var lsp = Workload{
+	Name:           "lsp",
+	Summary:        "swe with a TypeScript and a Python language server that the template holds",
+	Rootfs:         "lsp",
+	Packages:       lspPackages,
+	EstimatedBytes: 800 << 20,
+	Spec:           spec(config{Workload: "lsp"}),
+	Install:        install,
+	Plan:           planCycle(lspCycle, sweDetours, lspArguments),
+}
+
+var lspLate = Workload{
+	Name:           "lsp-late",
+	Summary:        "lsp, but each clone starts its language servers after it was restored",
+	Rootfs:         "lsp",
+	Packages:       lspPackages,
+	EstimatedBytes: 900 << 20,
+	Spec:           spec(config{Workload: "lsp", Late: true}),
+	Install:        install,
+	Plan:           planLate,
+}
+
+// The languages that there are servers for.
+var languages = []string{"ts", "py"}
+
+var lspCycle = []string{"navigate", "look", "complete", "edit", "diagnose", "test", "navigate", "search", "complete", "commit", "diagnose", "script"}
+
+// planLate begins with starting the servers, which are not among the n.
+func planLate(seed uint64, clone, n int) []Step {
+	var steps []Step
+	for i, language := range languages {
+		wait := drawWait(drawFor(seed, clone, -1-i).Rand)
+		steps = append(steps, step("start", args{"language": language}, wait))
+	}
+	return append(steps, lsp.Plan(seed, clone, n)...)
+}
+
+func lspArguments(d draw, kind string, unique int) args {
+	// Different clones edit different functions even of one file.
+	seed := d.between(1, 1<<20)
+	switch kind {
+	case "navigate", "complete":
+		return args{"language": d.pick(languages), "seed": seed, "count": d.between(2, 4)}
+	case "diagnose":
+		return args{"language": d.pick(languages), "seed": seed}
+	}
+	return sweArguments(d, kind, unique)
+}
