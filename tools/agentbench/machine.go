@@ -19,12 +19,16 @@ import (
 
 // newReport is a report without measurements.
 func newReport(c runConfig, args []string) *report.Report {
+	waits := workload.WaitDistribution
+	if c.trace != "" {
+		waits = "as in the trace"
+	}
 	return &report.Report{
 		Date: time.Now().UTC().Truncate(time.Second), Commit: commit(), Command: append([]string{"agentbench", "run"}, args...),
 		Machine: describeMachine(),
 		Config: report.Config{
 			Clones: c.clones, Steps: c.steps, Repetitions: c.repetitions, Seed: c.seed, WaitScale: c.waitScale,
-			Waits: workload.WaitDistribution, Trace: c.trace,
+			Waits: waits, Trace: c.trace,
 		},
 	}
 }

@@ -85,11 +85,11 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 	workloads := fs.String("workload", "swe", "workloads, `names` separated by commas, or all")
 	systems := fs.String("systems", strings.Join([]string{report.Stock, linuxName, judgedName}, ","), "systems to compare, `names` separated by commas")
 	clones := fs.String("clones", "8", "sandboxes alive together; several `numbers` separated by commas are measured one after the other")
-	fs.IntVar(&c.steps, "steps", 20, "tool steps each clone takes, besides those it begins with")
+	fs.IntVar(&c.steps, "steps", 20, "tool steps each clone takes, besides those it begins with; of a trace, all by default")
 	fs.IntVar(&c.repetitions, "repetitions", 1, "how often everything is measured, each time with other steps")
 	fs.Uint64Var(&c.seed, "seed", 1, "seed of steps and waits; repetition r uses seed+r")
 	fs.Float64Var(&c.waitScale, "wait-scale", 1, "`factor` that waits are multiplied by")
-	fs.StringVar(&c.trace, "trace", "", "take steps and waits from this JSON `file` (see tools/agentbench/workload)")
+	fs.StringVar(&c.trace, "trace", "", "replay this JSON `file` of steps and waits on the workload that it names, instead of --workload (format: tools/agentbench/workload/trace.go)")
 	fs.StringVar(&c.json, "json", "out/run.json", "write the results and all samples to this `file`; compressed if its name ends in .gz")
 	fs.StringVar(&c.html, "html", "out/run.html", "write a page with plots to this `file`")
 	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoints")
@@ -123,8 +123,22 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 		case c.stepTimeout <= 0:
 			return fmt.Errorf("--step-timeout must be positive, not %v", c.stepTimeout)
 		}
+		given := make(map[string]bool)
+		fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
 		var err error
-		if c.workloads, err = parseWorkloads(*workloads); err != nil {
+		if c.trace != "" {
+			if given["workload"] {
+				return errors.New("--trace names its workload itself: leave --workload out")
+			}
+			if !given["steps"] {
+				c.steps = 0 // all of them
+			}
+			w, err := workload.LoadTrace(c.trace)
+			if err != nil {
+				return fmt.Errorf("--trace: %w", err)
+			}
+			c.workloads = []workload.Workload{w}
+		} else if c.workloads, err = parseWorkloads(*workloads); err != nil {
 			return err
 		}
 		if c.systems, err = parseSystems(*systems); err != nil {

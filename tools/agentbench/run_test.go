@@ -67,6 +67,11 @@ func TestRunFlags(t *testing.T) {
 		assert.Contains(t, out.String(), want, args)
 	}
 
+	c, err = parseRunFlags([]string{"--trace", "workload/testdata/trace.json"}, &out)
+	require.NoError(t, err)
+	require.Len(t, c.workloads, 1)
+	assert.NotEmpty(t, c.workloads[0].Plan(1, 0, c.steps))
+
 	out.Reset()
 	_, err = parseRunFlags([]string{"-h"}, &out)
 	assert.ErrorIs(t, err, flag.ErrHelp)
