@@ -6,9 +6,11 @@
 JOBS ?= 2
 # How long each fuzz target runs in `make test`.
 FUZZTIME ?= 5s
-# Further flags for bin/agentbench demo and for go test on the benchmarks.
+# Further flags for bin/agentbench demo, for go test on the benchmarks and for
+# bin/agentbench run.
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+AGENTS_FLAGS ?=
 
 # Go's own installer puts it where PATH does not point by itself. The scripts and
 # programs that we start call go too.
@@ -48,7 +50,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test bazel-test buildgen bench deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test agentbench-test bazel-test buildgen bench bench-agents deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -78,7 +80,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test docker-test template-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test docker-test template-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -110,6 +112,13 @@ template-test: build stock check-root ## Restore sandboxes that share a template
 	@$(INSTALL) $(UNIT_PACKAGES)
 	$(SANDBOX) -timeout 20m ./test/template $(RUNTIMES)
 
+# A machine without zram, or with swap in use, does without the system linux.
+agentbench-test: build stock check-root ## Run a small benchmark of agents
+	@$(INSTALL) $(DEMO_PACKAGES)
+	AGENTBENCH_RUNTIME=$(RUNTIME) AGENTBENCH_STOCK=$(STOCK) $(SANDBOX) -timeout 10m -run EndToEnd ./tools/agentbench
+	bin/agentbench run --workload swe --clones 4 --steps 10 --wait-scale 0.3 --systems stock,linux,agentzip --skip-unavailable \
+		--json out/agentbench-test.json --html out/agentbench-test.html
+
 test-long: test ## Also run the sandbox tests that take long
 	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long
 
@@ -125,6 +134,16 @@ bench: check-root build stock ## Run the benchmarks
 	$(STATIC) test $(TEST) -trimpath -run '^$$' -bench . -benchmem $(BENCH_FLAGS) $(PURE)
 	bin/agentbench micro
 	$(SANDBOX) -timeout 30m ./test/template -run '^$$' -bench . -benchtime 3x $(RUNTIMES)
+
+# The full benchmark, about two hours. Nothing else should run on the machine. The
+# first run compares the systems, the second the runtime with its own parts
+# switched off.
+bench-agents: check-root build stock ## Measure what agents' sandboxes cost, side by side
+	@$(INSTALL) $(DEMO_PACKAGES)
+	bin/agentbench run --workload all --clones 8,16 --systems stock,linux,agentzip \
+		--json out/agents.json --html out/agents.html $(AGENTS_FLAGS)
+	bin/agentbench run --workload swe --clones 8 --systems stock,ablation \
+		--json out/agents-ablation.json --html out/agents-ablation.html $(AGENTS_FLAGS)
 
 deps: ## Install every Debian package that some target needs
 	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))

@@ -14,6 +14,7 @@ import (
 
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/tools/agentbench/workload"
 )
 
 const demoUsage = `usage: agentbench demo [flags]
@@ -55,6 +56,11 @@ type demoConfig struct {
 
 func parseDemoFlags(args []string, stderr io.Writer) (demoConfig, error) {
 	var c demoConfig
+	w, err := workload.Get(demoRootfs)
+	if err != nil {
+		return c, err
+	}
+	c.rootfs.packages = w.Packages
 	fs := flag.NewFlagSet("demo", flag.ContinueOnError)
 	fs.SetOutput(stderr)
 	fs.Usage = func() {
@@ -72,13 +78,12 @@ func parseDemoFlags(args []string, stderr io.Writer) (demoConfig, error) {
 	fs.Uint64Var(&c.seed, "seed", 1, "seed of the workload")
 	fs.StringVar(&c.json, "json", "out/demo.json", "write the results and raw samples to this `file`")
 	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images and snapshots; emptied at the end")
-	fs.StringVar(&c.rootfs.dir, "rootfs", "out/rootfs", "`directory` of the guest's root file system; made if missing, and kept")
+	fs.StringVar(&c.rootfs.dir, "rootfs", filepath.Join("out", rootfsName(w)), "`directory` of the guest's root file system; made if missing, and kept")
 	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
 	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
 	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
 	fs.StringVar(&c.interleave, "interleave", "auto", "keep both systems' sandboxes alive together: on, off or auto (if memory permits)")
 	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
-	c.rootfs.packages = demoPackages
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err

@@ -18,12 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// demoPackages is what the demo's workload needs in the guest. Changing the list
-// makes a cached root file system stale.
-var demoPackages = []string{
-	"git", "python3", "python3-numpy", "python3-pandas", "python3-tz", "python3-dateutil",
-}
-
 // rootfsStamp marks a complete root file system and says how it was made.
 const rootfsStamp = ".agentbench-rootfs"
 

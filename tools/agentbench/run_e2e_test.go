@@ -115,7 +115,7 @@ func testConfig(dir, systems string, wait time.Duration) runConfig {
 	}
 	return runConfig{
 		workloads: []workload.Workload{testWorkload(wait)}, systems: kinds,
-		clones: []int{2}, steps: 4, repetitions: 2, seed: 1, waitScale: 1,
+		clones: []int{2}, steps: 4, repetitions: 1, seed: 1, waitScale: 1,
 		runtime: os.Getenv(runtimeEnv), stock: os.Getenv(stockEnv),
 		work: filepath.Join(dir, "work"), rootfsDir: dir, rootfs: rootfsOptions{suite: "none"},
 		stepTimeout: time.Minute, skip: true,
@@ -188,7 +188,7 @@ func TestRunEndToEnd(t *testing.T) {
 		assert.Positive(t, e.OwnCPUSeconds)
 	}
 	for _, s := range []string{"stock", "agentzip", "agentzip-notemplate", "agentzip-off"} {
-		assert.Equal(t, 2, taking[s], s)
+		assert.Equal(t, 1, taking[s], s)
 	}
 	assert.Len(t, r.Steps, len(r.Episodes)*2*4)
 	for _, s := range r.Steps {

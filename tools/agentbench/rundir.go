@@ -1,9 +1,12 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -142,4 +145,21 @@ func reclaimRuns(parent string, say func(string, ...any)) error {
 		}
 	}
 	return nil
+}
+
+func runReclaim(_ context.Context, args []string, _, stderr io.Writer) error {
+	fs := flag.NewFlagSet("reclaim", flag.ContinueOnError)
+	fs.SetOutput(stderr)
+	work := fs.String("work", "out/agentbench", "the `directory` that the killed run was given with --work")
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return err
+		}
+		return errUsage
+	}
+	if fs.NArg() > 0 {
+		fmt.Fprintf(stderr, "agentbench reclaim: unexpected argument %q\n", fs.Arg(0))
+		return errUsage
+	}
+	return reclaimRuns(*work, newProgress(stderr).say)
 }

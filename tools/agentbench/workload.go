@@ -17,6 +17,10 @@ var toolServer []byte
 // toolServerPath is where the guest finds the tool server.
 const toolServerPath = "opt/agentbench/toolserver.py"
 
+// demoRootfs names the workload whose package set the demo's guest runs on: its
+// tool server needs nothing else, and one root file system serves both.
+const demoRootfs = "swe"
+
 // installToolServer puts the tool server into the root file system, which all
 // runs share; the file is replaced atomically and is the same for all of them
 // unless agentbench itself changed.

@@ -65,10 +65,13 @@ func (w *preparedWorkload) close() error {
 	return errors.Join(err, os.RemoveAll(w.dir))
 }
 
+// rootfsName is what the directory of a workload's root file system is called.
+func rootfsName(w workload.Workload) string { return "rootfs-" + w.Rootfs }
+
 // rootfs makes the root file system of a workload, or finds it.
 func (b *benchmark) rootfs(ctx context.Context, w workload.Workload) (string, error) {
 	o := b.cfg.rootfs
-	o.dir, o.packages = filepath.Join(b.cfg.rootfsDir, "rootfs-"+w.Rootfs), w.Packages
+	o.dir, o.packages = filepath.Join(b.cfg.rootfsDir, rootfsName(w)), w.Packages
 	dir, err := prepareRootfs(ctx, o, b.progress.say)
 	if err != nil {
 		return "", fmt.Errorf("root file system of %s: %w", w.Name, err)
