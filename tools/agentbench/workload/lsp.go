@@ -52,7 +52,12 @@ func lspArguments(d draw, kind string, unique int) args {
 	seed := d.between(1, 1<<20)
 	switch kind {
 	case "navigate", "complete":
-		return args{"language": d.pick(languages), "seed": seed, "count": d.between(2, 4)}
+		// In each of two files. The Python server takes much longer for one.
+		language, count := d.pick(languages), d.between(2, 6)
+		if language == "py" {
+			count = 1
+		}
+		return args{"language": language, "seed": seed, "count": count}
 	case "diagnose":
 		return args{"language": d.pick(languages), "seed": seed}
 	}

@@ -18,8 +18,8 @@ var swe = Workload{
 }
 
 var (
-	sweCycle   = []string{"look", "git", "search", "edit", "test", "repl", "script", "commit", "test"}
-	sweDetours = []string{"look", "git", "search", "repl"}
+	sweCycle   = []string{"look", "git", "search", "edit", "test", "analyze", "script", "commit", "test"}
+	sweDetours = []string{"look", "git", "search", "analyze"}
 )
 
 const repository = "/srv/repo"
@@ -127,7 +127,7 @@ func sweArguments(d draw, kind string, unique int) args {
 		)
 	case "search":
 		return args{"kind": "search", "name": name, "part": part, "pattern": d.pick(swePatterns)}
-	case "repl":
+	case "analyze":
 		return args{"kind": d.pick([]string{"calls", "outline", "table"}), "name": name, "part": part, "pattern": d.pick(swePatterns)}
 	case "edit":
 		return args{"seed": d.between(1, 1<<20), "count": d.between(2, 6), "name": d.pick([]string{"result", "outcome", "value", "found", "final"}), "share": 0.5}

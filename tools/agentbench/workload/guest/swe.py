@@ -43,13 +43,13 @@ def build(server, extra={}, tree_bytes=TREE_BYTES):
     os.makedirs(os.path.dirname(METRICS))
     functions.to_csv(METRICS, index=False)
     index = {}  # word -> where it is
-    for path in sorted(files):
+    for path in sorted(p for p in files if p.endswith(".py")):
         for number, line in enumerate(files[path].splitlines(), 1):
             for word in re.findall(r"[A-Za-z_]\w+", line):
                 index.setdefault(word, []).append((path, number))
     server.namespace.update(files=files, trees=trees, functions=functions, index=index, ast=ast, re=re, np=np, pd=pd)
     server.steps.update(look=server.run, git=server.run, test=server.run, commit=server.run,
-                        search=snippet(server), repl=snippet(server), edit=edit(server), script=script(server))
+                        search=snippet(server), analyze=snippet(server), edit=edit(server), script=script(server))
     return {"files": len(files), "functions": len(functions), "head": head(server)}
 
 
