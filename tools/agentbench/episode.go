@@ -148,10 +148,27 @@ func (e *episode) restore(ctx context.Context) error {
 			return fmt.Errorf("restoring %s clone %d: %w", e.key.System, i, err)
 		}
 		e.out.Restores = append(e.out.Restores, took.Seconds())
+		if i == 0 {
+			if err := e.findTemplate(c); err != nil {
+				return err
+			}
+		}
 		e.r.progress.status("%s: restored %d/%d", e, i+1, e.key.Clones)
 	}
 	e.timeline.waiting.Store(0)
 	return nil
+}
+
+// findTemplate sees whether clones share their template, for the timeline.
+func (e *episode) findTemplate(c *clone) error {
+	m, err := c.sb.Memory()
+	if err != nil {
+		return endedWhy(c.sb, err)
+	}
+	if m.Template != nil {
+		_, err = e.cachedTemplate(m.Template)
+	}
+	return err
 }
 
 // start restores the sandbox of one clone.
@@ -168,7 +185,7 @@ func (e *episode) drive(ctx context.Context) error {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
 	var err error
-	if e.meter, err = startMeter(e.key.Clones, e.measure, fail); err != nil {
+	if e.meter, err = startMeter(e.measure, fail); err != nil {
 		return err
 	}
 	g, gctx := errgroup.WithContext(ctx)

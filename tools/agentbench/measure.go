@@ -19,7 +19,7 @@ var sampleDefinitions = map[string]string{
 	"host_bytes, linux":   "what is charged to the sandbox's memory cgroup, less the attached runsc's memory, and its part of what the compressed swap device holds, by swap space used",
 	"owned_outside_bytes": "allocated blocks of the memory file and what the sandbox's other memory files and its Sentry's anonymous memory exceed the mean of stock's in the same repetition by. It does not ask the runtime, but takes the Sentries' own heaps for equal, which differ by some MiB: a check of figures that are larger than that",
 	"demand_pages":        "pages restored because something touched them, between the measurements in the waits before and after the step; prefetched_pages in the same way",
-	"used_bytes":          "MemAvailable before the episode less MemAvailable now, and what the page cache holds of a template that all clones share. It includes what other programs took or gave back meanwhile",
+	"used_bytes":          "MemAvailable before the episode less MemAvailable now, and what the page cache holds of a template that all clones share; without agentbench itself. It includes what other programs took or gave back meanwhile",
 	"freed_bytes":         "MemAvailable after the clones were ended less MemAvailable before",
 	"own_cpu_seconds":     "processor time of agentbench and of the commands with which it measures",
 	"idle_cpu_seconds":    "the processor time per second that was used in the last second before the episode, times its seconds",
@@ -47,11 +47,10 @@ func (e *episode) measure(ctx context.Context, c *clone, w waitID) (report.Memor
 	m.HostBytes = m.Measured.Host()
 	if t := m.Measured.Template; t != nil {
 		// Held once for all clones; each is charged its part.
-		once, err := fleet.CachedBytes(t.File)
+		once, err := e.cachedTemplate(t)
 		if err != nil {
 			return m, err
 		}
-		e.timeline.templateOnce.Store(once)
 		m.HostBytes += once / uint64(e.key.Clones)
 	}
 	if e.sys.counted {
@@ -68,4 +67,13 @@ func (e *episode) measure(ctx context.Context, c *clone, w waitID) (report.Memor
 	m.Diff = &diff
 	m.OwnedBytes = diff.Different * pageSize
 	return m, nil
+}
+
+// cachedTemplate is what the host caches of a template that all clones share.
+func (e *episode) cachedTemplate(t *fleet.TemplateMemory) (uint64, error) {
+	once, err := fleet.CachedBytes(t.File)
+	if err == nil {
+		e.timeline.templateOnce.Store(once)
+	}
+	return once, err
 }

@@ -22,10 +22,13 @@ type meter struct {
 	measure func(context.Context, *clone, waitID) (report.Memory, error)
 	// failed is told what ends the episode.
 	failed func(error)
-	jobs   chan meterJob
 	done   chan struct{}
 
-	mu      sync.Mutex
+	mu     sync.Mutex
+	wanted sync.Cond // jobs or ended changed
+	jobs   []meterJob
+	ended  bool
+
 	samples []report.Memory
 	dropped int
 }
@@ -43,9 +46,9 @@ type waitID struct {
 	since time.Time
 }
 
-func startMeter(clones int, measure func(context.Context, *clone, waitID) (report.Memory, error), failed func(error)) (*meter, error) {
-	// A clone has at most one wait that goes on and one that just ended.
-	m := &meter{measure: measure, failed: failed, jobs: make(chan meterJob, 2*clones), done: make(chan struct{})}
+func startMeter(measure func(context.Context, *clone, waitID) (report.Memory, error), failed func(error)) (*meter, error) {
+	m := &meter{measure: measure, failed: failed, done: make(chan struct{})}
+	m.wanted.L = &m.mu
 	started := make(chan error)
 	go func() {
 		defer close(m.done)
@@ -68,10 +71,10 @@ const collectEvery = 8
 
 func (m *meter) run() {
 	n := 0
-	for j := range m.jobs {
-		if j.ctx.Err() != nil {
-			m.drop()
-			continue
+	for {
+		j, ok := m.next()
+		if !ok {
+			return
 		}
 		s, err := m.measure(j.ctx, j.clone, j.wait)
 		switch {
@@ -103,13 +106,33 @@ func collectGarbage() {
 	<-done
 }
 
+// next waits for a job: the one asked for last, which has the most time left.
+func (m *meter) next() (meterJob, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for {
+		for len(m.jobs) > 0 {
+			last := len(m.jobs) - 1
+			j := m.jobs[last]
+			m.jobs = m.jobs[:last]
+			if j.ctx.Err() == nil {
+				return j, true
+			}
+			m.dropped++
+		}
+		if m.ended {
+			return meterJob{}, false
+		}
+		m.wanted.Wait()
+	}
+}
+
 // request asks for a measurement, which is worth something until ctx ends.
 func (m *meter) request(ctx context.Context, c *clone, w waitID) {
-	select {
-	case m.jobs <- meterJob{ctx, c, w}:
-	default:
-		m.drop()
-	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.jobs = append(m.jobs, meterJob{ctx, c, w})
+	m.wanted.Signal()
 }
 
 func (m *meter) drop() {
@@ -138,7 +161,10 @@ func (m *meter) owned() (bytes uint64, ok bool) {
 // end ends the measuring, for which no clone may be driven any more, and returns
 // the samples and the number of those that were dropped.
 func (m *meter) end() ([]report.Memory, int) {
-	close(m.jobs)
+	m.mu.Lock()
+	m.ended = true
+	m.wanted.Signal()
+	m.mu.Unlock()
 	<-m.done
 	return m.samples, m.dropped
 }

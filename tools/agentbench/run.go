@@ -90,8 +90,8 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 	fs.Uint64Var(&c.seed, "seed", 1, "seed of steps and waits; repetition r uses seed+r")
 	fs.Float64Var(&c.waitScale, "wait-scale", 1, "`factor` that waits are multiplied by")
 	fs.StringVar(&c.trace, "trace", "", "replay this JSON `file` of steps and waits on the workload that it names, instead of --workload (format: tools/agentbench/workload/trace.go)")
-	fs.StringVar(&c.json, "json", "out/run.json", "write the results and all samples to this `file`; compressed if its name ends in .gz")
-	fs.StringVar(&c.html, "html", "out/run.html", "write a page with plots to this `file`")
+	fs.StringVar(&c.json, "json", "out/run.json", "write the results and all samples to this `file`; compressed if its name ends in .gz, none if empty")
+	fs.StringVar(&c.html, "html", "out/run.html", "write a page with plots to this `file`, none if empty")
 	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoints")
 	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with")
 	runtimeFlags := fs.String("runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
@@ -202,6 +202,9 @@ func runRun(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 		return errors.New("sandboxes need root: run it as root, e.g. with sudo")
 	}
 	for _, path := range []string{cfg.json, cfg.html} {
+		if path == "" {
+			continue
+		}
 		// Not after an hour of measuring.
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			return err
@@ -466,13 +469,21 @@ func (b *benchmark) finish(err error) {
 
 // write stores and shows the report.
 func (b *benchmark) write(stdout io.Writer) error {
-	if err := b.report.Write(b.cfg.json); err != nil {
-		return err
+	for _, f := range []struct {
+		path, what string
+		write      func(string) error
+	}{
+		{b.cfg.json, "results and all samples", b.report.Write},
+		{b.cfg.html, "page with plots", b.report.WriteHTML},
+	} {
+		if f.path == "" {
+			continue
+		}
+		if err := f.write(f.path); err != nil {
+			return err
+		}
+		b.progress.say("%s: %s", f.what, f.path)
 	}
-	if err := b.report.WriteHTML(b.cfg.html); err != nil {
-		return err
-	}
-	b.progress.say("results and all samples: %s, plots: %s", b.cfg.json, b.cfg.html)
 	return b.report.Print(stdout, columns(stdout))
 }
 

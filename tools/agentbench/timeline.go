@@ -2,6 +2,9 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,8 +20,9 @@ const timelineEvery = 400 * time.Millisecond
 type timeline struct {
 	key   report.Key
 	began time.Time
-	// before is the memory available before the episode.
-	before uint64
+	// before is the memory available before the episode, ownBefore what this
+	// program held then: its own growth is not the sandboxes'.
+	before, ownBefore uint64
 	// templateOnce is what the host caches of a template that all clones share,
 	// waiting the number of clones that wait.
 	templateOnce atomic.Uint64
@@ -37,8 +41,12 @@ func startTimeline(ctx context.Context, key report.Key, began time.Time) (*timel
 	if err != nil {
 		return nil, err
 	}
+	own, err := ownMemory()
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithCancel(ctx)
-	t := &timeline{key: key, began: began, before: host.Available, stop: cancel, done: make(chan struct{})}
+	t := &timeline{key: key, began: began, before: host.Available, ownBefore: own, stop: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(t.done)
 		tick := time.NewTicker(timelineEvery)
@@ -57,18 +65,32 @@ func startTimeline(ctx context.Context, key report.Key, began time.Time) (*timel
 
 func (t *timeline) read() {
 	host, err := fleet.ReadHostMemory()
+	own, oerr := ownMemory()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err != nil {
+	if err := errors.Join(err, oerr); err != nil {
 		t.err = err
 		return
 	}
 	used := t.templateOnce.Load()
 	// Other programs may have given back more than the sandboxes take.
-	if host.Available < t.before {
-		used += t.before - host.Available
+	if before, now := t.before+t.ownBefore, host.Available+own; now < before {
+		used += before - now
 	}
 	t.points = append(t.points, report.Point{Key: t.key, At: time.Since(t.began).Seconds(), UsedBytes: used, Waiting: int(t.waiting.Load())})
+}
+
+// ownMemory is the private memory that this program holds.
+func ownMemory() (uint64, error) {
+	b, err := os.ReadFile("/proc/self/statm")
+	if err != nil {
+		return 0, err
+	}
+	var size, resident, shared uint64
+	if _, err := fmt.Sscan(string(b), &size, &resident, &shared); err != nil {
+		return 0, fmt.Errorf("/proc/self/statm: %w", err)
+	}
+	return (resident - min(resident, shared)) * uint64(os.Getpagesize()), nil
 }
 
 // used is the latest reading.
