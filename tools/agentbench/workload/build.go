@@ -10,7 +10,7 @@ var build = Workload{
 	Summary:        "an agent works on a C++ program: edits, builds with make -j2, runs it",
 	Rootfs:         "build",
 	Packages:       []string{"git", "python3", "g++", "make", "libfmt-dev", "nlohmann-json3-dev"},
-	EstimatedBytes: 500 << 20,
+	EstimatedBytes: 550 << 20,
 	Spec:           spec(config{Workload: "build"}),
 	Install:        install,
 	Plan:           planCycle(buildCycle, nil, buildArguments),

@@ -11,7 +11,7 @@ var swe = Workload{
 	Summary:        "an agent works on a Python project: explores, edits, tests, runs scripts, commits",
 	Rootfs:         "base",
 	Packages:       basePackages,
-	EstimatedBytes: 500 << 20,
+	EstimatedBytes: 400 << 20,
 	Spec:           spec(config{Workload: "swe"}),
 	Install:        install,
 	Plan:           planCycle(sweCycle, sweDetours, sweArguments),

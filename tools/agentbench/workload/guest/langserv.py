@@ -85,9 +85,10 @@ class TypeScript(Client):
     def at(self, path, line, column):
         return {"file": os.path.join(self.root, path), "line": line + 1, "offset": column + 1}
 
-    def open(self, path):
-        if path not in self.texts:
-            self.send("open", {"file": os.path.join(self.root, path), "fileContent": self.read(path)})
+    def open(self, paths):
+        for path in paths:
+            if path not in self.texts:
+                self.send("open", {"file": os.path.join(self.root, path), "fileContent": self.read(path)})
 
     def spans(self, found):
         return sorted({(self.relative(s["file"]), s["start"]["line"], s["start"]["offset"]) for s in found or []})
@@ -163,21 +164,22 @@ class Python(Client):
                 (d["range"]["start"]["line"] + 1, str(d.get("code", d["source"])), d["message"]) for d in m["params"]["diagnostics"]))
         return m
 
-    def change(self, path, method, **params):
-        """Tells of a new content and waits until it has been looked at: the
-        server does that a while later, by itself."""
-        seen = self.published.get(path, (0,))[0]
-        self.notify(method, **params)
-        while self.published.get(path, (0,))[0] == seen:
+    def change(self, changes):
+        """Tells of new contents (path -> method, parameters) and waits until
+        they have been looked at: the server does that a while later, by itself."""
+        seen = {path: self.published.get(path, (0,))[0] for path in changes}
+        for method, params in changes.values():
+            self.notify(method, **params)
+        while any(self.published.get(path, (0,))[0] == n for path, n in seen.items()):
             self.next()
 
     def at(self, path, line, column):
         return {"textDocument": {"uri": self.uri(path)}, "position": {"line": line, "character": column}}
 
-    def open(self, path):
-        if path not in self.texts:
-            self.change(path, "textDocument/didOpen", textDocument={
-                "uri": self.uri(path), "languageId": "python", "version": 1, "text": self.read(path)})
+    def open(self, paths):
+        self.change({path: ("textDocument/didOpen", {"textDocument": {
+            "uri": self.uri(path), "languageId": "python", "version": 1, "text": self.read(path)}})
+            for path in paths if path not in self.texts})
 
     def spans(self, found):
         return sorted({(self.path(s["uri"]), s["range"]["start"]["line"] + 1, s["range"]["start"]["character"] + 1) for s in found or []})
@@ -201,8 +203,9 @@ class Python(Client):
 
     def edit(self, path, text):
         self.append(path, text)
-        self.change(path, "textDocument/didChange", textDocument={"uri": self.uri(path), "version": len(self.texts[path])},
-                    contentChanges=[{"text": self.texts[path]}])
+        self.change({path: ("textDocument/didChange", {
+            "textDocument": {"uri": self.uri(path), "version": len(self.texts[path])},
+            "contentChanges": [{"text": self.texts[path]}]})})
         return self.diagnostics(path)
 
 

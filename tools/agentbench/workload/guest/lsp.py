@@ -47,9 +47,9 @@ def state(server):
     result = swe.state(server)
     for name in sorted(servers):
         s, rng, answers = servers[name], random.Random(1), []
-        for path in opened(s)[:6]:
+        for path in opened(s)[:5]:
             answers.append((path, s.diagnostics(path)))
-            for line, column, word in places(s, path, rng, 2):
+            for line, column, word in places(s, path, rng, 1):
                 answers.append((word, s.definition(path, line, column), s.hover(path, line, column)))
         result[name] = fingerprint.of(answers)
     return result
@@ -89,8 +89,7 @@ def start(server):
         rng = random.Random(server.seed)
         s = servers[language] = langserv.KINDS[language](core.ENV, swe.REPO)
         answers = []
-        for path in rng.sample(candidates(language), OPEN):
-            s.open(path)
+        s.open(rng.sample(candidates(language), OPEN))
         for path in opened(s):
             answers.append(s.diagnostics(path))
             for line, column, word in places(s, path, rng, 1):
@@ -106,8 +105,7 @@ def choose(language, seed):
     """One file that is open already and one that may not be."""
     s, rng = servers[language], random.Random(seed)
     paths = [rng.choice(opened(s)), rng.choice(candidates(language))]
-    for path in paths:
-        s.open(path)
+    s.open(paths)
     return s, rng, paths
 
 
