@@ -1,6 +1,7 @@
 package prefetch
 
 import (
+	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -17,84 +18,266 @@ func pages(runs []Run) map[uint64]bool {
 	return m
 }
 
-// TestRepeat: what one step wanted is predicted for the next, in the order in
-// which groups were first wanted.
+// use reports every sample of runs as used.
+func use(h *History, runs []Run) (samples int) {
+	for _, r := range runs {
+		if !r.Map {
+			samples++
+			for p := r.First; p < r.End; p++ {
+				h.Used(p)
+			}
+		}
+	}
+	return samples
+}
+
+// TestRepeat: what one step wanted is predicted for the next, once there is some
+// evidence that it is of the same kind, in the order in which groups were first
+// wanted.
 func TestRepeat(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(5*GroupPages, 5*GroupPages+100)
-		h.Wanted(10, 20)
-		require.Empty(t, h.Predict(), "two steps have to agree")
+	require.Empty(t, h.Predict(), "nothing is known")
+	h.Wanted(5*GroupPages, 5*GroupPages+100)
+	h.Wanted(10, 20)
+	h.EndStep()
+
+	h.Wanted(5*GroupPages, 5*GroupPages+16)
+	h.Wanted(10, 16)
+	runs := h.Predict()
+	require.Len(t, pages(runs), 110-16-6)
+	require.Equal(t, uint64(5*GroupPages+16), runs[0].First)
+	require.Empty(t, h.Predict(), "the same pages again")
+}
+
+// TestKinds: the first faults of a step tell which of several kinds it is of, and
+// only what that kind wants is predicted.
+func TestKinds(t *testing.T) {
+	h := New()
+	rng := rand.New(rand.NewPCG(1, 2))
+	// Each kind wants what all want (group 0) and 4 groups of its own.
+	const kinds = 4
+	base := func(kind int) uint64 { return uint64(10+10*kind) * GroupPages }
+	fault := func(kind, n int) {
+		for range n {
+			h.Wanted(base(kind)+uint64(rng.IntN(4*unitsPerGroup))*UnitPages, base(kind)+4*GroupPages)
+		}
+	}
+	for range 3 {
+		for k := range kinds {
+			h.Wanted(0, GroupPages)
+			h.Wanted(base(k), base(k)+4*GroupPages)
+			h.EndStep()
+		}
+	}
+	require.Equal(t, uint64(kinds), h.Quality().Patterns)
+	for k := range kinds {
+		// Without evidence, what all want is likely and nothing else.
+		runs := h.Predict()
+		use(h, runs)
+		for p := range pages(runs) {
+			require.Less(t, p, uint64(GroupPages))
+		}
+		require.Len(t, pages(runs), GroupPages)
+		for u := range uint64(3) {
+			h.Wanted(base(k)+u*50*UnitPages/2, base(k)+u*50*UnitPages/2+1)
+		}
+		got := pages(h.Predict())
+		require.Len(t, got, 4*GroupPages-3, "kind %d", k)
+		for p := range got {
+			require.True(t, p >= base(k) && p < base(k)+4*GroupPages)
+		}
+		fault(k, 10)
 		h.EndStep()
 	}
-	runs := h.Predict()
-	require.Len(t, pages(runs), 110)
-	require.Equal(t, uint64(5*GroupPages), runs[0].First)
+}
+
+// TestNovel: a step like no other gets no predictions, whatever its first faults
+// have in common with known ones.
+func TestNovel(t *testing.T) {
+	h := New()
+	for range 5 {
+		h.Wanted(0, 4*GroupPages)
+		h.EndStep()
+	}
+	for i := range uint64(10) {
+		h.Wanted((100+i)*GroupPages, (100+i)*GroupPages+UnitPages)
+	}
+	require.Empty(t, h.Predict())
 }
 
 // TestForgets: pages that are no longer used stop being predicted.
 func TestForgets(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(0, 64)
+	step := func(also bool) map[uint64]bool {
+		h.Wanted(GroupPages, GroupPages+4)
+		got := pages(h.Predict())
+		// Half of the pages go on being wanted.
+		for p := uint64(GroupPages); p < GroupPages+256; p++ {
+			if !got[p] {
+				h.Wanted(p, p+1)
+			} else {
+				h.Used(p)
+			}
+		}
+		if also {
+			h.Wanted(0, 128)
+		}
 		h.EndStep()
+		return got
 	}
-	require.Len(t, pages(h.Predict()), 64)
-	for step := 0; len(h.Predict()) != 0; step++ {
-		require.Less(t, step, 4*SampleEvery, "useless pages are predicted for ever")
-		h.EndStep()
+	for range 4 {
+		step(true)
+	}
+	for n := 0; ; n++ {
+		got := step(false)
+		if !got[0] && !got[127] {
+			require.True(t, got[GroupPages+100])
+			return
+		}
+		require.Less(t, n, 60, "useless pages are predicted for ever")
 	}
 }
 
-// TestSamples: used samples keep their pages predicted, and give the precision.
+// TestSamples: used samples keep their pages predicted, give the precision, and
+// get fewer as it proves high.
 func TestSamples(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(0, GroupPages)
-		h.EndStep()
-	}
+	const groups = 8
+	h.Wanted(0, groups*GroupPages)
+	h.EndStep()
+	var samples []int
 	for range 50 {
-		samples := 0
-		for _, r := range h.Predict() {
-			if !r.Map {
-				samples++
-				h.Used(r.First)
-			}
-		}
-		require.Equal(t, unitsPerGroup/SampleEvery, samples)
+		h.Wanted(0, UnitPages)
+		samples = append(samples, use(h, h.Predict()))
 		h.EndStep()
 	}
+	require.InDelta(t, groups*unitsPerGroup/SampleMany, samples[0], 1)
+	require.InDelta(t, groups*unitsPerGroup/SampleFew, samples[len(samples)-1], 1)
 	q := h.Quality()
 	require.Equal(t, 1.0, q.Precision())
 	require.Greater(t, q.Recall(), 0.9)
+	require.Equal(t, uint64(1), q.Patterns)
 }
 
-// TestModel: predicted pages are exactly those with a high score and not yet
-// wanted, runs do not overlap, and nothing is predicted that was never wanted.
+// TestModel: nothing is predicted twice in a step, nor a page that the step has
+// wanted already, nor one that was never wanted; runs are not empty.
 func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		h := New()
 		ever := map[uint64]bool{}
 		for range rapid.IntRange(1, 20).Draw(t, "steps") {
+			wanted, seen := map[uint64]bool{}, map[uint64]bool{}
 			for range rapid.IntRange(0, 5).Draw(t, "touches") {
 				first := rapid.Uint64Range(0, 3*GroupPages).Draw(t, "first")
 				n := rapid.Uint64Range(1, 40).Draw(t, "n")
 				h.Wanted(first, first+n)
 				for p := first; p < first+n; p++ {
-					ever[p] = true
+					ever[p], wanted[p] = true, true
 				}
-			}
-			seen := map[uint64]bool{}
-			for _, r := range h.Predict() {
-				require.Less(t, r.First, r.End)
-				for p := r.First; p < r.End; p++ {
-					require.False(t, seen[p], "page %d twice", p)
-					seen[p] = true
-					require.True(t, ever[p], "page %d was never wanted", p)
+				for _, r := range h.Predict() {
+					require.Less(t, r.First, r.End)
+					for p := r.First; p < r.End; p++ {
+						require.False(t, seen[p], "page %d twice", p)
+						seen[p] = true
+						require.True(t, ever[p], "page %d was never wanted", p)
+						require.False(t, wanted[p], "page %d is there already", p)
+					}
+					if rapid.Bool().Draw(t, "used") {
+						h.Used(r.First)
+					}
 				}
 			}
 			h.EndStep()
+			require.LessOrEqual(t, h.Quality().Patterns, uint64(MaxPatterns))
 		}
+	})
+}
+
+// TestScores: learning is what the package comment says it is.
+func TestScores(t *testing.T) {
+	for score := range uint64(4) {
+		for _, c := range []struct {
+			hit, miss bool
+			want      uint64
+		}{
+			{true, false, min(score+2, 3)},
+			{false, true, max(score, 1) - 1},
+			{false, false, score},
+		} {
+			var m memory
+			var hit, miss bitmap
+			m.hi[1], m.lo[1] = score>>1<<5, score&1<<5
+			if c.hit {
+				hit.set(64 + 5)
+			}
+			if c.miss {
+				miss.set(64 + 5)
+			}
+			m.learn(&hit, &miss)
+			require.Equal(t, c.want, m.hi[1]>>5<<1|m.lo[1]>>5, "score %d, %+v", score, c)
+		}
+	}
+}
+
+func TestBitmaps(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		units := rapid.Uint32().Draw(t, "units")
+		m := unitPages(units)
+		require.Equal(t, units, m.units())
+		for i := range uint64(GroupPages) {
+			require.Equal(t, units>>(i/UnitPages)&1 == 1, m.has(i))
+		}
+	})
+}
+
+func TestExport(t *testing.T) {
+	learnt := New()
+	for k := range uint64(3) {
+		for range 2 {
+			learnt.Wanted(k*100*GroupPages, k*100*GroupPages+700)
+			learnt.EndStep()
+		}
+	}
+	tpl := Digest{1, 2, 3}
+	b := learnt.Export(tpl)
+	sibling := New()
+	require.NoError(t, sibling.Import(b, tpl))
+	require.Equal(t, b, sibling.Export(tpl))
+	sibling.Wanted(200*GroupPages, 200*GroupPages+1)
+	sibling.Wanted(200*GroupPages+32, 200*GroupPages+33)
+	require.Len(t, pages(sibling.Predict()), 698, "a sibling knows the first step already")
+
+	require.ErrorIs(t, New().Import(b, Digest{9}), ErrNotForTemplate)
+	for i := range b {
+		bad := append([]byte(nil), b...)
+		bad[i] ^= 4
+		require.Error(t, New().Import(bad, tpl), "byte %d", i)
+		require.Error(t, New().Import(b[:i], tpl), "%d bytes", i)
+	}
+	require.Error(t, New().Import(append(b, 0), tpl))
+
+	// No more than there is room for.
+	for range 10 {
+		require.NoError(t, sibling.Import(b, tpl))
+	}
+	require.Equal(t, uint64(MaxPatterns), sibling.Quality().Patterns)
+}
+
+func FuzzImport(f *testing.F) {
+	h := New()
+	h.Wanted(0, 100)
+	h.EndStep()
+	f.Add(h.Export(Digest{}))
+	f.Add([]byte(exportMagic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h := New()
+		if h.Import(seal(b), Digest{}) != nil {
+			return
+		}
+		h.Wanted(0, 16)
+		h.Predict()
+		h.EndStep()
+		require.NoError(t, New().Import(h.Export(Digest{}), Digest{}))
 	})
 }
 
@@ -106,13 +289,32 @@ func BenchmarkWanted(b *testing.B) {
 	}
 }
 
+// BenchmarkPredict: a step of one of six kinds, 100 MiB each.
 func BenchmarkPredict(b *testing.B) {
 	h := New()
 	for range 2 {
-		h.Wanted(0, 25000)
-		h.EndStep()
+		for k := range uint64(6) {
+			h.Wanted(k*12000, k*12000+25000)
+			h.EndStep()
+		}
 	}
 	for b.Loop() {
+		h.Wanted(30000, 30016)
+		h.Wanted(40000, 40016)
 		h.Predict()
+		b.StopTimer()
+		h.mu.Lock()
+		h.beginStep()
+		h.mu.Unlock()
+		b.StartTimer()
+	}
+}
+
+func BenchmarkEndStep(b *testing.B) {
+	h := New()
+	for i := uint64(0); b.Loop(); i++ {
+		k := i % 6
+		h.Wanted(k*12000, k*12000+25000)
+		h.EndStep()
 	}
 }
