@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 
 	"github.com/zeebo/xxh3"
@@ -15,11 +14,10 @@ import (
 //	magic     8 bytes, the version in it
 //	template  32 bytes, the digest of the template
 //	patterns  uint32; for each of them
-//	  weight  float64
 //	  groups  uint32; for each of them, in ascending order
 //	    number uint64
 //	    order  uint32
-//	    hi, lo 64 bytes each
+//	    pages  64 bytes, a bit for each
 //	checksum  uint64, XXH3 of all before it
 //
 // It is a cache: a reader that does not like it does without.
@@ -31,7 +29,7 @@ const (
 
 	// exportGroups bounds the groups of one pattern: 128 GiB of memory file.
 	exportGroups = 1 << 16
-	groupSize    = 8 + 4 + 2*8*len(bitmap{})
+	groupSize    = 8 + 4 + 8*len(bitmap{})
 
 	// ExportMax is more than any export takes, in bytes.
 	ExportMax = 64 << 20
@@ -56,16 +54,13 @@ func (h *History) Export(template Digest) []byte {
 		}
 		slices.Sort(ns)
 		ns = ns[:min(len(ns), exportGroups)]
-		b = binary.LittleEndian.AppendUint64(b, math.Float64bits(p.weight))
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(ns)))
 		for _, n := range ns {
 			m := p.groups[n]
 			b = binary.LittleEndian.AppendUint64(b, n)
 			b = binary.LittleEndian.AppendUint32(b, m.order)
-			for _, bm := range []*bitmap{&m.hi, &m.lo} {
-				for _, w := range bm {
-					b = binary.LittleEndian.AppendUint64(b, w)
-				}
+			for _, w := range m.pages {
+				b = binary.LittleEndian.AppendUint64(b, w)
 			}
 		}
 	}
@@ -81,7 +76,8 @@ func (h *History) Import(b []byte, template Digest) error {
 	}
 	h.learn.Lock()
 	defer h.learn.Unlock()
-	h.patterns = append(h.patterns, ps[:min(len(ps), MaxPatterns-len(h.patterns))]...)
+	// What the sandbox has learnt itself is newer, and counts for more.
+	h.patterns = append(ps[max(len(ps)-(MaxPatterns-len(h.patterns)), 0):], h.patterns...)
 	return nil
 }
 
@@ -106,19 +102,15 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 	}
 	var ps []*Pattern
 	for range count {
-		if len(body) < 12 {
+		if len(body) < 4 {
 			return nil, errors.New("exported patterns are malformed: too short")
 		}
-		weight := math.Float64frombits(binary.LittleEndian.Uint64(body))
-		n := binary.LittleEndian.Uint32(body[8:])
-		body = body[12:]
-		if !(weight > 0 && weight <= 1/(1-decay)+1) {
-			return nil, fmt.Errorf("exported patterns are malformed: weight %v", weight)
-		}
+		n := binary.LittleEndian.Uint32(body)
+		body = body[4:]
 		if n == 0 || n > exportGroups || uint64(len(body)) < uint64(n)*uint64(groupSize) {
 			return nil, fmt.Errorf("exported patterns are malformed: %d groups in %d bytes", n, len(body))
 		}
-		p := &Pattern{groups: make(map[uint64]*memory, n), weight: weight}
+		p := &Pattern{groups: make(map[uint64]*memory, n)}
 		last := uint64(0)
 		for i := range n {
 			no := binary.LittleEndian.Uint64(body)
@@ -127,9 +119,8 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 			}
 			last = no
 			m := &memory{order: binary.LittleEndian.Uint32(body[8:])}
-			for j := range m.hi {
-				m.hi[j] = binary.LittleEndian.Uint64(body[12+8*j:])
-				m.lo[j] = binary.LittleEndian.Uint64(body[12+8*len(m.hi)+8*j:])
+			for j := range m.pages {
+				m.pages[j] = binary.LittleEndian.Uint64(body[12+8*j:])
 			}
 			p.groups[no] = m
 			body = body[groupSize:]

@@ -5,7 +5,6 @@ import (
 	"math"
 	"math/bits"
 	"slices"
-	"sort"
 	"sync"
 )
 
@@ -15,8 +14,6 @@ type History struct {
 	learn    sync.Mutex
 	patterns []*Pattern
 	salt     uint64
-	// precision is a moving average over samples.
-	precision float64
 
 	// mu protects the present step.
 	mu     sync.Mutex
@@ -26,6 +23,7 @@ type History struct {
 	evidence []uint64
 	seen     map[uint64]struct{}
 	clock    uint32
+	faults   int
 	total    Quality
 }
 
@@ -82,7 +80,7 @@ func (h *History) beginStep() {
 	h.groups = make(map[uint64]*group)
 	h.seen = make(map[uint64]struct{})
 	h.evidence = nil
-	h.clock = 0
+	h.clock, h.faults = 0, 0
 }
 
 // Wanted tells that pages [first, end) were restored on demand.
@@ -99,6 +97,7 @@ func (h *History) Wanted(first, end uint64) {
 		h.stamp(g)
 	}
 	h.total.Wanted += end - first
+	h.faults++
 	if u := first / UnitPages; len(h.evidence) < maxEvidence {
 		if _, ok := h.seen[u]; !ok {
 			h.seen[u] = struct{}{}
@@ -180,13 +179,13 @@ func (h *History) Predict() []Run {
 		return cmp.Compare(a.n, b.n)
 	})
 
-	every := uint64(SampleMany)
-	if h.precision >= highPrecision {
-		every = SampleFew
-	}
 	h.salt++
+	room := h.room()
 	var runs []Run
 	for _, e := range entries {
+		if room <= 0 {
+			break
+		}
 		mask := h.likely(e.n, belief)
 		if mask == (bitmap{}) {
 			continue
@@ -201,10 +200,11 @@ func (h *History) Predict() []Run {
 			fresh := w &^ g.touched[i] &^ g.predicted[i]
 			g.predicted[i] |= fresh
 			h.total.Predicted += uint64(bits.OnesCount64(fresh))
+			room -= bits.OnesCount64(fresh)
 			for ; fresh != 0; fresh &= fresh - 1 {
 				j := uint64(i)*64 + uint64(bits.TrailingZeros64(fresh))
 				p := e.n*GroupPages + j
-				sample := (p/UnitPages+h.salt)%every == 0
+				sample := (p/UnitPages+h.salt)%SampleEvery == 0
 				if sample {
 					g.sampled |= 1 << (j / UnitPages)
 				}
@@ -218,6 +218,18 @@ func (h *History) Predict() []Run {
 		h.mu.Unlock()
 	}
 	return runs
+}
+
+// room returns how many pages may be predicted now: the more faults the step has
+// had, the more is known about it, and the more it may cost if that is wrong.
+func (h *History) room() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n := h.faults * budget
+	for _, g := range h.groups {
+		n -= g.predicted.count()
+	}
+	return n
 }
 
 // believe returns how likely the present step is of each pattern's kind. What is
@@ -238,17 +250,15 @@ func (h *History) believe() []float64 {
 	all := make(map[uint64]uint32)
 	have := make([]map[uint64]uint32, len(h.patterns))
 	size := make([]float64, len(h.patterns))
-	total := 0.0
 	for k, p := range h.patterns {
 		have[k] = make(map[uint64]uint32, len(p.groups))
 		for n, m := range p.groups {
-			u := m.hi.units()
+			u := m.pages.units()
 			have[k][n] = u
 			all[n] |= u
 			// What has been predicted does not fault any more.
 			size[k] += float64(bits.OnesCount32(u &^ predicted[n]))
 		}
-		total += p.weight
 	}
 	units := 0.0
 	for _, u := range all {
@@ -257,18 +267,18 @@ func (h *History) believe() []float64 {
 
 	// Logarithms, as the products vanish.
 	logs := make([]float64, len(h.patterns)+1)
-	for k, p := range h.patterns {
+	for k := range h.patterns {
 		hits := 0
 		for _, u := range evidence {
 			if have[k][u/unitsPerGroup]>>(u%unitsPerGroup)&1 != 0 {
 				hits++
 			}
 		}
-		logs[k] = math.Log(p.weight/(total+novelWeight)) +
+		logs[k] = float64(len(h.patterns)-1-k)*math.Log(decay) +
 			float64(hits)*math.Log((1-stray)/max(size[k], float64(hits), 1)) +
 			float64(len(evidence)-hits)*math.Log(stray/max(units, 1))
 	}
-	logs[len(h.patterns)] = math.Log(novelWeight/(total+novelWeight)) -
+	logs[len(h.patterns)] = math.Log(novelWeight*float64(len(h.patterns))) -
 		float64(len(evidence))*math.Log(max(novelSpace*units, 1))
 	top := slices.Max(logs)
 	sum := 0.0
@@ -292,9 +302,9 @@ func (h *History) likely(n uint64, belief []float64) (mask bitmap) {
 	for k, b := range belief {
 		if m := h.patterns[k].groups[n]; m != nil && b >= negligible {
 			if b >= 0.5 {
-				return m.hi
+				return m.pages
 			}
-			ms, ws = append(ms, &m.hi), append(ws, b)
+			ms, ws = append(ms, &m.pages), append(ws, b)
 		}
 	}
 	for i := range mask {
@@ -322,75 +332,43 @@ func (h *History) likely(n uint64, belief []float64) (mask bitmap) {
 func (h *History) EndStep() {
 	h.learn.Lock()
 	defer h.learn.Unlock()
-	step, hits := h.finishStep()
-	if hits == 0 {
-		return
-	}
-	var best *Pattern
-	most := similar
-	for _, p := range h.patterns {
-		p.weight *= decay
-		if s := p.similarity(step); s >= most {
-			best, most = p, s
-		}
-	}
-	if best != nil {
-		best.learn(step)
-	} else {
-		best = newPattern(step)
-		h.patterns = append(h.patterns, best)
-	}
-	best.weight++
-	h.patterns = slices.DeleteFunc(h.patterns, func(p *Pattern) bool { return len(p.groups) == 0 })
-	if len(h.patterns) > MaxPatterns {
-		sort.SliceStable(h.patterns, func(i, j int) bool { return h.patterns[i].weight > h.patterns[j].weight })
-		h.patterns = h.patterns[:MaxPatterns]
+	if p := h.finishStep(); len(p.groups) != 0 {
+		h.patterns = append(h.patterns, p)
+		h.patterns = h.patterns[max(len(h.patterns)-MaxPatterns, 0):]
 	}
 }
 
-// finishStep returns what the step tells, with the number of pages that it
-// wanted, and begins another.
-//
-// Preconditions: h.learn is locked.
-func (h *History) finishStep() (step map[uint64]*outcome, hits int) {
+// finishStep returns the pages that the step wanted, as far as known, and begins
+// another.
+func (h *History) finishStep() *Pattern {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	step = make(map[uint64]*outcome, len(h.groups))
+	step := &Pattern{groups: make(map[uint64]*memory, len(h.groups))}
 	sampled, used := 0, 0
 	for n, g := range h.groups {
-		o := &outcome{order: g.order}
+		m := &memory{order: g.order}
 		samples, usedSamples := unitPages(g.sampled), unitPages(g.sampled&g.used)
-		for i := range o.hit {
+		// Predicted pages that are no samples share the fate of most samples
+		// around them.
+		likely := 2*bits.OnesCount32(g.sampled&g.used) >= bits.OnesCount32(g.sampled)
+		for i := range m.pages {
 			p := g.predicted[i] &^ g.touched[i]
 			s := p & samples[i]
 			sampled += bits.OnesCount64(s)
 			used += bits.OnesCount64(s & usedSamples[i])
-			o.hit[i] = g.touched[i] | s&usedSamples[i]
-			o.miss[i] = s &^ usedSamples[i]
-			switch rest := p &^ s; {
-			case g.order != 0:
-				o.hit[i] |= rest
-			case g.sampled != 0:
-				o.miss[i] |= rest
-			default:
-				o.unknown[i] |= rest
+			m.pages[i] = g.touched[i] | s&usedSamples[i]
+			if likely {
+				m.pages[i] |= p &^ s
 			}
 		}
-		if *o == (outcome{}) {
-			continue
+		if m.pages != (bitmap{}) {
+			step.groups[n] = m
 		}
-		hits += o.hit.count()
-		step[n] = o
 	}
-	if sampled != 0 {
-		h.total.Sampled += uint64(sampled)
-		h.total.Used += uint64(used)
-		// Small samples count for little.
-		w := float64(sampled) / float64(sampled+256)
-		h.precision += w * (float64(used)/float64(sampled) - h.precision)
-	}
+	h.total.Sampled += uint64(sampled)
+	h.total.Used += uint64(used)
 	h.beginStep()
-	return step, hits
+	return step
 }
 
 // Quality returns the counts so far.
