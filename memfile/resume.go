@@ -3,6 +3,8 @@ package memfile
 import (
 	"sync/atomic"
 	"time"
+
+	"runsc-agentzip/memfile/prefetch"
 )
 
 // A resume is a wait whose end somebody wants to know of.
@@ -36,9 +38,9 @@ func (b *Backend) demanded(first, end uint64, took time.Duration) {
 // first pages that the guest wants should not wait for the last.
 const premapPages = 512
 
-// Prefetch restores the pages that the step which has just begun is predicted
-// to want, and maps all but a sample of them. It returns how many it restored,
-// soon after stop returns true.
+// Prefetch restores the pages that the step in progress is newly predicted to
+// want, and maps all but a sample of them. It returns how many it restored, soon
+// after stop returns true.
 func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
@@ -76,4 +78,15 @@ func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
 	}
 	premap()
 	return n, nil
+}
+
+// ImportPatterns takes over what a sibling's steps have taught: see
+// prefetch.History.Import.
+func (b *Backend) ImportPatterns(exported []byte, template prefetch.Digest) error {
+	return b.history.Import(exported, template)
+}
+
+// ExportPatterns returns what steps have taught so far, for siblings.
+func (b *Backend) ExportPatterns(template prefetch.Digest) []byte {
+	return b.history.Export(template)
 }

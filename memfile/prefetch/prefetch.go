@@ -1,82 +1,42 @@
-// Package prefetch predicts which pages a sandbox will want back when it
-// resumes, from those that it wanted back before.
-//
-// A step is the time between two waits. The set of pages that steps of one
-// sandbox touch repeats, their order does not (measured: one step's set predicts
-// the next one's of the same kind with 88-99 % recall), so a History keeps sets:
-// a score per page, raised when the page had to be restored on demand and
-// lowered when a prediction was wrong. Groups of pages remember when in the last
-// step they were first wanted, and are predicted in that order.
-//
-// A page that is restored and mapped ahead of use leaves no trace when it is
-// used. So one in SampleEvery predicted units is restored but not mapped; its
-// first use then is a fault that needs no restoring, which the caller reports
-// with Used. What samples tell counts for the precision. A predicted page keeps
-// its score if its sample, or without one anything in its group, was used.
-//
-// History is safe for concurrent use. Its mutex is a leaf.
 package prefetch
 
 import (
-	"sort"
+	"cmp"
+	"math"
+	"math/bits"
+	"slices"
 	"sync"
 )
 
-const (
-	// GroupPages is how many pages a group has: 2 MiB.
-	GroupPages = 512
-	// UnitPages is how many pages are sampled together: 64 KiB.
-	UnitPages = 16
+// A History is what is known of one sandbox.
+type History struct {
+	// learn protects what was learnt from past steps.
+	learn    sync.Mutex
+	patterns []*Pattern
+	salt     uint64
 
-	unitsPerGroup = GroupPages / UnitPages
+	// mu protects the present step.
+	mu     sync.Mutex
+	groups map[uint64]*group
+	// evidence is the units of the first faults, each once, by number in the
+	// file.
+	evidence []uint64
+	seen     map[uint64]struct{}
+	clock    uint32
+	faults   int
+	total    Quality
+}
 
-	// Scores: a page is predicted from predictAt on, that is, if it was wanted
-	// by two of the last three steps. Steps of an agent alternate between
-	// tools, and what only the last one wanted is wrong three times in four
-	// (measured), at the price of a restore each.
-	hit       = 2
-	maxScore  = 3
-	predictAt = 3
-
-	// SampleEvery is how many predicted units there are to one sample.
-	SampleEvery = 8
-)
-
-// A bitmap has a bit for each page of a group.
-type bitmap [GroupPages / 64]uint64
-
-func (m *bitmap) set(i uint64)      { m[i/64] |= 1 << (i % 64) }
-func (m *bitmap) has(i uint64) bool { return m[i/64]>>(i%64)&1 != 0 }
-
-// A group is what is known of GroupPages pages.
+// A group is what the present step has done to GroupPages pages.
 type group struct {
-	// scores has 2 bits per page.
-	scores [GroupPages / 4]uint8
 	// touched pages were wanted in this step; predicted ones were predicted
 	// for it.
 	touched, predicted bitmap
 	// sampled and used have a bit for each unit: restored without being
 	// mapped, and then used.
 	sampled, used uint32
-	// order is when in this step the group was first touched, 0 if it was not;
-	// last is what it was in the last step that touched it.
-	order, last uint32
-}
-
-func (g *group) score(i uint64) uint8 { return g.scores[i/4] >> (i % 4 * 2) & 3 }
-
-func (g *group) setScore(i uint64, s uint8) {
-	sh := i % 4 * 2
-	g.scores[i/4] = g.scores[i/4]&^(3<<sh) | s<<sh
-}
-
-// History is what is known of one sandbox.
-type History struct {
-	mu     sync.Mutex
-	groups map[uint64]*group
-	clock  uint32
-	salt   uint64
-	total  Quality
+	// order is the group's place in the order of first touches, or 0.
+	order uint32
 }
 
 // Quality counts pages over the lifetime of a History.
@@ -87,6 +47,8 @@ type Quality struct {
 	// Sampled pages are those of samples; Used, those of samples that were
 	// used.
 	Sampled, Used uint64
+	// Patterns is how many kinds of steps are known at present.
+	Patterns uint64
 }
 
 // Precision is the share of predicted pages that were used, as far as samples
@@ -109,7 +71,16 @@ func (q Quality) Recall() float64 {
 
 // New returns an empty History.
 func New() *History {
-	return &History{groups: make(map[uint64]*group)}
+	h := &History{}
+	h.beginStep()
+	return h
+}
+
+func (h *History) beginStep() {
+	h.groups = make(map[uint64]*group)
+	h.seen = make(map[uint64]struct{})
+	h.evidence = nil
+	h.clock, h.faults = 0, 0
 }
 
 // Wanted tells that pages [first, end) were restored on demand.
@@ -126,6 +97,13 @@ func (h *History) Wanted(first, end uint64) {
 		h.stamp(g)
 	}
 	h.total.Wanted += end - first
+	h.faults++
+	if u := first / UnitPages; len(h.evidence) < maxEvidence {
+		if _, ok := h.seen[u]; !ok {
+			h.seen[u] = struct{}{}
+			h.evidence = append(h.evidence, u)
+		}
+	}
 }
 
 func (h *History) stamp(g *group) {
@@ -154,99 +132,266 @@ type Run struct {
 	Map        bool
 }
 
-// Predict returns the pages that the step that has just begun will want, in the
-// order in which it will want them.
+// Predict returns the pages that the step in progress is now known to want and
+// was not before, in the order in which it will want them. It is called when a
+// step begins and again as its faults give evidence.
 func (h *History) Predict() []Run {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.salt++
+	h.learn.Lock()
+	defer h.learn.Unlock()
+	if len(h.patterns) == 0 {
+		return nil
+	}
+	belief := h.believe()
+	best := 0
+	for k, b := range belief {
+		if b > belief[best] {
+			best = k
+		}
+	}
+
+	// The groups of all patterns that matter, in the order of the likeliest.
 	type entry struct {
-		n uint64
-		g *group
+		n     uint64
+		order uint32
 	}
 	var entries []entry
-	for n, g := range h.groups {
-		entries = append(entries, entry{n, g})
-	}
-	sort.Slice(entries, func(i, j int) bool {
-		if a, b := entries[i].g.last, entries[j].g.last; a != b {
-			return a < b
+	listed := make(map[uint64]bool)
+	list := func(n uint64, order uint32) {
+		if !listed[n] {
+			listed[n] = true
+			entries = append(entries, entry{n, order})
 		}
-		return entries[i].n < entries[j].n
+	}
+	for n, m := range h.patterns[best].groups {
+		list(n, m.order)
+	}
+	for k, p := range h.patterns {
+		if belief[k] >= negligible {
+			for n := range p.groups {
+				list(n, math.MaxUint32)
+			}
+		}
+	}
+	slices.SortFunc(entries, func(a, b entry) int {
+		if a.order != b.order {
+			return cmp.Compare(a.order, b.order)
+		}
+		return cmp.Compare(a.n, b.n)
 	})
+
+	h.salt++
+	room := h.room()
 	var runs []Run
 	for _, e := range entries {
-		g := e.g
-		for i := uint64(0); i < GroupPages; i++ {
-			if g.touched.has(i) || g.score(i) < predictAt {
-				continue
-			}
-			g.predicted.set(i)
-			h.total.Predicted++
-			p := e.n*GroupPages + i
-			sample := (e.n*unitsPerGroup+i/UnitPages+h.salt)%SampleEvery == 0
-			if sample {
-				g.sampled |= 1 << (i / UnitPages)
-			}
-			if k := len(runs) - 1; k >= 0 && runs[k].End == p && runs[k].Map == !sample {
-				runs[k].End++
-			} else {
-				runs = append(runs, Run{p, p + 1, !sample})
+		if room <= 0 {
+			break
+		}
+		mask := h.likely(e.n, belief)
+		if mask == (bitmap{}) {
+			continue
+		}
+		h.mu.Lock()
+		g := h.groups[e.n]
+		if g == nil {
+			g = new(group)
+			h.groups[e.n] = g
+		}
+		for i, w := range mask {
+			fresh := w &^ g.touched[i] &^ g.predicted[i]
+			g.predicted[i] |= fresh
+			h.total.Predicted += uint64(bits.OnesCount64(fresh))
+			room -= bits.OnesCount64(fresh)
+			for ; fresh != 0; fresh &= fresh - 1 {
+				j := uint64(i)*64 + uint64(bits.TrailingZeros64(fresh))
+				p := e.n*GroupPages + j
+				sample := (p/UnitPages+h.salt)%SampleEvery == 0
+				if sample {
+					g.sampled |= 1 << (j / UnitPages)
+				}
+				if k := len(runs) - 1; k >= 0 && runs[k].End == p && runs[k].Map == !sample {
+					runs[k].End++
+				} else {
+					runs = append(runs, Run{p, p + 1, !sample})
+				}
 			}
 		}
+		h.mu.Unlock()
 	}
 	return runs
 }
 
-// EndStep tells that a wait has begun.
-func (h *History) EndStep() {
+// room returns how many pages may be predicted now: the more faults the step has
+// had, the more is known about it, and the more it may cost if that is wrong.
+func (h *History) room() int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.clock = 0
+	n := h.faults * budget
+	for _, g := range h.groups {
+		n -= g.predicted.count()
+	}
+	return n
+}
+
+// believe returns how likely the present step is of each pattern's kind. What is
+// missing to 1 is the likelihood of a new kind.
+//
+// Preconditions: h.learn is locked.
+func (h *History) believe() []float64 {
+	h.mu.Lock()
+	evidence := slices.Clone(h.evidence)
+	predicted := make(map[uint64]uint32, len(h.groups))
 	for n, g := range h.groups {
-		empty := true
-		for i := uint64(0); i < GroupPages; i++ {
-			s := g.score(i)
-			unit := uint32(1) << (i / UnitPages)
-			switch {
-			case g.touched.has(i):
-				s = min(s+hit, maxScore)
-			case g.predicted.has(i) && g.sampled&unit != 0:
-				h.total.Sampled++
-				if g.used&unit != 0 {
-					h.total.Used++
-					s = maxScore
-				} else {
-					s--
-				}
-			case g.predicted.has(i) && g.order != 0:
-				// Not sampled, and something near it was used.
-			case s > 0:
-				s--
-			}
-			g.setScore(i, s)
-			empty = empty && s == 0
-		}
-		g.touched, g.predicted, g.sampled, g.used = bitmap{}, bitmap{}, 0, 0
-		if g.order != 0 {
-			g.last, g.order = g.order, 0
-		}
-		if empty {
-			delete(h.groups, n)
+		if u := g.predicted.units(); u != 0 {
+			predicted[n] = u
 		}
 	}
+	h.mu.Unlock()
+
+	all := make(map[uint64]uint32)
+	have := make([]map[uint64]uint32, len(h.patterns))
+	size := make([]float64, len(h.patterns))
+	for k, p := range h.patterns {
+		have[k] = make(map[uint64]uint32, len(p.groups))
+		for n, m := range p.groups {
+			u := m.pages.units()
+			have[k][n] = u
+			all[n] |= u
+			// What has been predicted does not fault any more.
+			size[k] += float64(bits.OnesCount32(u &^ predicted[n]))
+		}
+	}
+	units := 0.0
+	for _, u := range all {
+		units += float64(bits.OnesCount32(u))
+	}
+
+	// Logarithms, as the products vanish.
+	logs := make([]float64, len(h.patterns)+1)
+	for k := range h.patterns {
+		hits := 0
+		for _, u := range evidence {
+			if have[k][u/unitsPerGroup]>>(u%unitsPerGroup)&1 != 0 {
+				hits++
+			}
+		}
+		logs[k] = float64(len(h.patterns)-1-k)*math.Log(decay) +
+			float64(hits)*math.Log((1-stray)/max(size[k], float64(hits), 1)) +
+			float64(len(evidence)-hits)*math.Log(stray/max(units, 1))
+	}
+	logs[len(h.patterns)] = math.Log(novelWeight*float64(len(h.patterns))) -
+		float64(len(evidence))*math.Log(max(novelSpace*units, 1))
+	top := slices.Max(logs)
+	sum := 0.0
+	for k, l := range logs {
+		logs[k] = math.Exp(l - top)
+		sum += logs[k]
+	}
+	for k := range logs {
+		logs[k] /= sum
+	}
+	return logs[:len(h.patterns)]
+}
+
+// likely returns the pages of group n that the step wants with a likelihood of
+// at least one half.
+//
+// Preconditions: h.learn is locked.
+func (h *History) likely(n uint64, belief []float64) (mask bitmap) {
+	var ms []*bitmap
+	var ws []float64
+	for k, b := range belief {
+		if m := h.patterns[k].groups[n]; m != nil && b >= negligible {
+			if b >= 0.5 {
+				return m.pages
+			}
+			ms, ws = append(ms, &m.pages), append(ws, b)
+		}
+	}
+	for i := range mask {
+		some := uint64(0)
+		for _, m := range ms {
+			some |= m[i]
+		}
+		for ; some != 0; some &= some - 1 {
+			bit := some & -some
+			sum := 0.0
+			for k, m := range ms {
+				if m[i]&bit != 0 {
+					sum += ws[k]
+				}
+			}
+			if sum >= 0.5 {
+				mask[i] |= bit
+			}
+		}
+	}
+	return mask
+}
+
+// EndStep tells that a step has ended: its pages are being evicted.
+func (h *History) EndStep() {
+	h.learn.Lock()
+	defer h.learn.Unlock()
+	if p := h.finishStep(); len(p.groups) != 0 {
+		h.patterns = append(h.patterns, p)
+		h.patterns = h.patterns[max(len(h.patterns)-MaxPatterns, 0):]
+	}
+}
+
+// finishStep returns the pages that the step wanted, as far as known, and begins
+// another.
+func (h *History) finishStep() *Pattern {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	step := &Pattern{groups: make(map[uint64]*memory, len(h.groups))}
+	sampled, used := 0, 0
+	for n, g := range h.groups {
+		m := &memory{order: g.order}
+		samples, usedSamples := unitPages(g.sampled), unitPages(g.sampled&g.used)
+		// Predicted pages that are no samples share the fate of most samples
+		// around them.
+		likely := 2*bits.OnesCount32(g.sampled&g.used) >= bits.OnesCount32(g.sampled)
+		for i := range m.pages {
+			p := g.predicted[i] &^ g.touched[i]
+			s := p & samples[i]
+			sampled += bits.OnesCount64(s)
+			used += bits.OnesCount64(s & usedSamples[i])
+			m.pages[i] = g.touched[i] | s&usedSamples[i]
+			if likely {
+				m.pages[i] |= p &^ s
+			}
+		}
+		if m.pages != (bitmap{}) {
+			step.groups[n] = m
+		}
+	}
+	h.total.Sampled += uint64(sampled)
+	h.total.Used += uint64(used)
+	h.beginStep()
+	return step
 }
 
 // Quality returns the counts so far.
 func (h *History) Quality() Quality {
+	h.learn.Lock()
+	n := len(h.patterns)
+	h.learn.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.total
+	q := h.total
+	q.Patterns = uint64(n)
+	return q
 }
 
 // MetadataBytes is about how much memory the History takes.
 func (h *History) MetadataBytes() uint64 {
+	h.learn.Lock()
+	n := 0
+	for _, p := range h.patterns {
+		n += len(p.groups)
+	}
+	h.learn.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return uint64(len(h.groups)) * 400
+	return uint64(n)*200 + uint64(len(h.groups))*220 + uint64(len(h.evidence))*40
 }

@@ -17,51 +17,137 @@ func pages(runs []Run) map[uint64]bool {
 	return m
 }
 
-// TestRepeat: what one step wanted is predicted for the next, in the order in
-// which groups were first wanted.
+// use reports the samples in runs that fulfil is as used, and returns how many
+// units have samples.
+func use(h *History, runs []Run, is func(page uint64) bool) int {
+	units := map[uint64]bool{}
+	for _, r := range runs {
+		for p := r.First; p < r.End; p++ {
+			if !r.Map && is(p) {
+				units[p/UnitPages] = true
+				h.Used(p)
+			}
+		}
+	}
+	return len(units)
+}
+
+// TestRepeat: what one step wanted is predicted for the next, once there is some
+// evidence that it is of the same kind, in the order in which groups were first
+// wanted.
 func TestRepeat(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(5*GroupPages, 5*GroupPages+100)
-		h.Wanted(10, 20)
-		require.Empty(t, h.Predict(), "two steps have to agree")
+	require.Empty(t, h.Predict(), "nothing is known")
+	h.Wanted(5*GroupPages, 5*GroupPages+100)
+	h.Wanted(10, 20)
+	h.EndStep()
+
+	h.Wanted(5*GroupPages, 5*GroupPages+16)
+	h.Wanted(10, 16)
+	runs := h.Predict()
+	require.Len(t, pages(runs), 110-16-6)
+	require.Equal(t, uint64(5*GroupPages+16), runs[0].First)
+	require.Empty(t, h.Predict(), "the same pages again")
+}
+
+// TestKinds: the first faults of a step tell which of several kinds it is of, and
+// only what that kind wants is predicted.
+func TestKinds(t *testing.T) {
+	h := New()
+	// Each kind wants what all want (half of group 0) and a group of its own.
+	const kinds, common = 4, GroupPages / 2
+	base := func(kind int) uint64 { return uint64(10+10*kind) * GroupPages }
+	touch := func(first, end uint64) {
+		for p := first; p < end; p += UnitPages {
+			h.Wanted(p, p+UnitPages)
+		}
+	}
+	for range 3 {
+		for k := range kinds {
+			touch(0, common)
+			touch(base(k), base(k)+GroupPages)
+			h.EndStep()
+		}
+	}
+	for k := range kinds {
+		touch(0, 3*UnitPages)
+		runs := h.Predict()
+		require.Len(t, pages(runs), common-3*UnitPages, "what all want is likely and nothing else")
+		for p := range pages(runs) {
+			require.Less(t, p, uint64(common))
+		}
+		use(h, runs, func(uint64) bool { return true })
+		touch(base(k), base(k)+5*UnitPages)
+		runs = h.Predict()
+		use(h, runs, func(uint64) bool { return true })
+		got := pages(runs)
+		require.Len(t, got, GroupPages-5*UnitPages, "kind %d", k)
+		for p := range got {
+			require.True(t, p >= base(k) && p < base(k)+GroupPages)
+		}
 		h.EndStep()
 	}
-	runs := h.Predict()
-	require.Len(t, pages(runs), 110)
-	require.Equal(t, uint64(5*GroupPages), runs[0].First)
+}
+
+// TestNovel: a step like no other gets no predictions, whatever its first faults
+// have in common with known ones.
+func TestNovel(t *testing.T) {
+	h := New()
+	for range 5 {
+		h.Wanted(0, 4*GroupPages)
+		h.EndStep()
+	}
+	for i := range uint64(10) {
+		h.Wanted((100+i)*GroupPages, (100+i)*GroupPages+UnitPages)
+	}
+	require.Empty(t, h.Predict())
 }
 
 // TestForgets: pages that are no longer used stop being predicted.
 func TestForgets(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(0, 64)
+	step := func(also bool) map[uint64]bool {
+		h.Wanted(GroupPages, GroupPages+4)
+		h.Wanted(GroupPages+32, GroupPages+36)
+		runs := h.Predict()
+		use(h, runs, func(p uint64) bool { return p >= GroupPages })
+		got := pages(runs)
+		for p := uint64(GroupPages); p < GroupPages+256; p++ {
+			if !got[p] {
+				h.Wanted(p, p+1)
+			}
+		}
+		if also {
+			h.Wanted(0, 128)
+		}
 		h.EndStep()
+		return got
 	}
-	require.Len(t, pages(h.Predict()), 64)
-	for step := 0; len(h.Predict()) != 0; step++ {
-		require.Less(t, step, 4*SampleEvery, "useless pages are predicted for ever")
-		h.EndStep()
+	for range 4 {
+		step(true)
+	}
+	for n := 0; ; n++ {
+		got := step(false)
+		if !got[0] && !got[127] {
+			require.True(t, got[GroupPages+100])
+			return
+		}
+		require.Less(t, n, 2*MaxPatterns, "useless pages are predicted for ever")
 	}
 }
 
 // TestSamples: used samples keep their pages predicted, and give the precision.
 func TestSamples(t *testing.T) {
 	h := New()
-	for range 2 {
-		h.Wanted(0, GroupPages)
-		h.EndStep()
-	}
-	for range 50 {
-		samples := 0
-		for _, r := range h.Predict() {
-			if !r.Map {
-				samples++
-				h.Used(r.First)
-			}
+	const groups = 8
+	h.Wanted(0, groups*GroupPages)
+	h.EndStep()
+	for range 30 {
+		for u := range uint64(40) { // evidence
+			h.Wanted(u*UnitPages, u*UnitPages+1)
 		}
-		require.Equal(t, unitsPerGroup/SampleEvery, samples)
+		n := use(h, h.Predict(), func(uint64) bool { return true })
+		require.InDelta(t, groups*unitsPerGroup/SampleEvery, n, 2)
 		h.EndStep()
 	}
 	q := h.Quality()
@@ -69,32 +155,116 @@ func TestSamples(t *testing.T) {
 	require.Greater(t, q.Recall(), 0.9)
 }
 
-// TestModel: predicted pages are exactly those with a high score and not yet
-// wanted, runs do not overlap, and nothing is predicted that was never wanted.
+// TestBudget: few faults justify few predictions.
+func TestBudget(t *testing.T) {
+	h := New()
+	h.Wanted(0, 20*GroupPages)
+	h.EndStep()
+	h.Wanted(0, 1)
+	h.Wanted(UnitPages, UnitPages+1)
+	n := len(pages(h.Predict()))
+	require.Greater(t, n, budget)
+	require.LessOrEqual(t, n, 2*budget+GroupPages)
+	for u := range uint64(100) {
+		h.Wanted(u*UnitPages, u*UnitPages+1)
+	}
+	require.Greater(t, len(pages(h.Predict())), 5000)
+}
+
+// TestModel: nothing is predicted twice in a step, nor a page that the step has
+// wanted already, nor one that was never wanted; runs are not empty.
 func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		h := New()
 		ever := map[uint64]bool{}
 		for range rapid.IntRange(1, 20).Draw(t, "steps") {
+			wanted, seen := map[uint64]bool{}, map[uint64]bool{}
 			for range rapid.IntRange(0, 5).Draw(t, "touches") {
 				first := rapid.Uint64Range(0, 3*GroupPages).Draw(t, "first")
 				n := rapid.Uint64Range(1, 40).Draw(t, "n")
 				h.Wanted(first, first+n)
 				for p := first; p < first+n; p++ {
-					ever[p] = true
+					ever[p], wanted[p] = true, true
 				}
-			}
-			seen := map[uint64]bool{}
-			for _, r := range h.Predict() {
-				require.Less(t, r.First, r.End)
-				for p := r.First; p < r.End; p++ {
-					require.False(t, seen[p], "page %d twice", p)
-					seen[p] = true
-					require.True(t, ever[p], "page %d was never wanted", p)
+				for _, r := range h.Predict() {
+					require.Less(t, r.First, r.End)
+					for p := r.First; p < r.End; p++ {
+						require.False(t, seen[p], "page %d twice", p)
+						seen[p] = true
+						require.True(t, ever[p], "page %d was never wanted", p)
+						require.False(t, wanted[p], "page %d is there already", p)
+					}
+					if rapid.Bool().Draw(t, "used") {
+						h.Used(r.First)
+					}
 				}
 			}
 			h.EndStep()
+			require.LessOrEqual(t, h.Quality().Patterns, uint64(MaxPatterns))
 		}
+	})
+}
+
+func TestBitmaps(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		units := rapid.Uint32().Draw(t, "units")
+		m := unitPages(units)
+		require.Equal(t, units, m.units())
+		for i := range uint64(GroupPages) {
+			require.Equal(t, units>>(i/UnitPages)&1 == 1, m.has(i))
+		}
+	})
+}
+
+func TestExport(t *testing.T) {
+	learnt := New()
+	for k := range uint64(3) {
+		for range 2 {
+			learnt.Wanted(k*100*GroupPages, k*100*GroupPages+700)
+			learnt.EndStep()
+		}
+	}
+	tpl := Digest{1, 2, 3}
+	b := learnt.Export(tpl)
+	sibling := New()
+	require.NoError(t, sibling.Import(b, tpl))
+	require.Equal(t, b, sibling.Export(tpl))
+	for u := range uint64(6) {
+		sibling.Wanted(200*GroupPages+u*UnitPages, 200*GroupPages+u*UnitPages+1)
+	}
+	require.Len(t, pages(sibling.Predict()), 700-6, "a sibling knows the first step already")
+
+	require.ErrorIs(t, New().Import(b, Digest{9}), ErrNotForTemplate)
+	for i := range b {
+		bad := append([]byte(nil), b...)
+		bad[i] ^= 4
+		require.Error(t, New().Import(bad, tpl), "byte %d", i)
+		require.Error(t, New().Import(b[:i], tpl), "%d bytes", i)
+	}
+	require.Error(t, New().Import(append(b, 0), tpl))
+
+	// No more than there is room for.
+	for range 10 {
+		require.NoError(t, sibling.Import(b, tpl))
+	}
+	require.Equal(t, uint64(MaxPatterns), sibling.Quality().Patterns)
+}
+
+func FuzzImport(f *testing.F) {
+	h := New()
+	h.Wanted(0, 100)
+	h.EndStep()
+	f.Add(h.Export(Digest{}))
+	f.Add([]byte(exportMagic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h := New()
+		if h.Import(seal(b), Digest{}) != nil {
+			return
+		}
+		h.Wanted(0, 16)
+		h.Predict()
+		h.EndStep()
+		require.NoError(t, New().Import(h.Export(Digest{}), Digest{}))
 	})
 }
 
@@ -106,13 +276,32 @@ func BenchmarkWanted(b *testing.B) {
 	}
 }
 
+// BenchmarkPredict: a step of one of six kinds, 100 MiB each.
 func BenchmarkPredict(b *testing.B) {
 	h := New()
 	for range 2 {
-		h.Wanted(0, 25000)
-		h.EndStep()
+		for k := range uint64(6) {
+			h.Wanted(k*12000, k*12000+25000)
+			h.EndStep()
+		}
 	}
 	for b.Loop() {
+		h.Wanted(30000, 30016)
+		h.Wanted(40000, 40016)
 		h.Predict()
+		b.StopTimer()
+		h.mu.Lock()
+		h.beginStep()
+		h.mu.Unlock()
+		b.StartTimer()
+	}
+}
+
+func BenchmarkEndStep(b *testing.B) {
+	h := New()
+	for i := uint64(0); b.Loop(); i++ {
+		k := i % 6
+		h.Wanted(k*12000, k*12000+25000)
+		h.EndStep()
 	}
 }

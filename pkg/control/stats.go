@@ -79,6 +79,8 @@ type Faults struct {
 type Prefetch struct {
 	Precision float64 `json:"precision"`
 	Recall    float64 `json:"recall"`
+	// Patterns is how many kinds of steps are told apart.
+	Patterns uint64 `json:"patterns"`
 }
 
 // Phase is what the sandbox is believed to be doing.
@@ -96,6 +98,14 @@ type Histogram struct {
 	SumNS   uint64   `json:"sum_ns"`
 	MaxNS   uint64   `json:"max_ns"`
 	Buckets []uint64 `json:"buckets"`
+}
+
+// PrefetchReport is the outcome of `agentzip prefetch`.
+type PrefetchReport struct {
+	// Pages is how many pages were restored.
+	Pages uint64 `json:"pages"`
+	// ElapsedNS is the wall time it took.
+	ElapsedNS uint64 `json:"elapsed_ns"`
 }
 
 // EvictReport is the outcome of one forced eviction (`agentzip evict`).

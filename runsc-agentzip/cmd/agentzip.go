@@ -19,12 +19,16 @@ import (
 	"gvisor.dev/gvisor/runsc/container"
 	"gvisor.dev/gvisor/runsc/flag"
 
+	"runsc-agentzip/memfile/prefetch"
+	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
 )
 
 // Agentzip implements subcommands.Command for "agentzip".
 type Agentzip struct {
 	json bool
+	// save is the folder given to prefetch.
+	save string
 }
 
 // Name implements subcommands.Command.Name.
@@ -42,6 +46,11 @@ func (*Agentzip) Usage() string {
   stats ID   memory by the form it is held in, faults, phase
   evict ID   evict everything eligible now, wait for it, and report
   check ID   verify every stored page and the store while the sandbox runs
+  prefetch [-save DIR] ID
+             bring back what the sandbox is expected to use next; with -save,
+             write what its steps have taught to DIR, the folder of the
+             template that it was restored from: sandboxes restored from there
+             later know it from their first step on
 
   -json      print JSON, with the names of package control
 
@@ -64,6 +73,8 @@ var commands = map[string]func(a *Agentzip, c *container.Container, w io.Writer)
 	"stats": (*Agentzip).stats,
 	"evict": (*Agentzip).evict,
 	"check": (*Agentzip).check,
+
+	"prefetch": (*Agentzip).prefetch,
 }
 
 // Execute implements subcommands.Command.Execute.
@@ -78,13 +89,16 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check and template", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch and template", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
 	a.SetFlags(rest)
 	json := a.json
 	rest.BoolVar(&json, "j", a.json, "short for -json")
+	if f.Arg(0) == "prefetch" {
+		rest.StringVar(&a.save, "save", "", "folder of the template")
+	}
 	if err := rest.Parse(f.Args()[1:]); err != nil {
 		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
 	}
@@ -170,6 +184,59 @@ func (a *Agentzip) check(c *container.Container, w io.Writer) error {
 	if len(r.Problems) != 0 {
 		return fmt.Errorf("%d problems found", len(r.Problems))
 	}
+	return nil
+}
+
+func (a *Agentzip) prefetch(c *container.Container, w io.Writer) error {
+	if a.save != "" {
+		return savePatterns(c, a.save, w)
+	}
+	var r control.PrefetchReport
+	if err := call(c, "Prefetch", &r); err != nil {
+		return err
+	}
+	if a.json {
+		return printJSON(w, &r)
+	}
+	fmt.Fprintf(w, "brought back %d pages in %.0f ms\n", r.Pages, float64(r.ElapsedNS)/1e6)
+	return nil
+}
+
+// savePatterns writes what the sandbox has learnt to the folder of its template.
+func savePatterns(c *container.Container, dir string, w io.Writer) error {
+	tpl, err := template.Open(dir, logf)
+	if err != nil {
+		return err
+	}
+	digest := tpl.Info().Digest
+	_ = tpl.Close()
+	var b []byte
+	if err := call(c, "Patterns", &b); err != nil {
+		return err
+	}
+	// What is for another template would be ignored later: say it now.
+	switch err := prefetch.New().Import(b, prefetch.Digest(digest)); {
+	case errors.Is(err, prefetch.ErrNotForTemplate):
+		return fmt.Errorf("the sandbox was restored from another template than the one in %s", dir)
+	case err != nil:
+		return err
+	}
+	path := filepath.Join(dir, prefetch.File)
+	// Restores that are in progress read the old file or the new one.
+	f, err := os.CreateTemp(dir, prefetch.File+".*")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name())
+	_, err = f.Write(b)
+	err = errors.Join(err, f.Chmod(0o644), f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "wrote %s, %s\n", path, control.Size(uint64(len(b))))
 	return nil
 }
 

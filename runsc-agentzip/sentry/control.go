@@ -3,6 +3,7 @@ package sentry
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"sync"
@@ -18,6 +19,7 @@ import (
 
 	"runsc-agentzip/memfile"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
 )
@@ -35,7 +37,10 @@ var process struct {
 	// template is that of the restore in progress, until its memory file is
 	// created. It is owned by that file's backend then.
 	template *template.View
-	backends map[*pgalloc.MemoryFile]*memfile.Backend
+	// patterns are what the template's folder knows about steps, or nil. They
+	// go the same way as template.
+	patterns []byte
+	backends map[*pgalloc.MemoryFile]*backend
 	driver   *driver
 }
 
@@ -66,7 +71,7 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 			process.stderr = fd
 		}
 	}
-	process.backends = make(map[*pgalloc.MemoryFile]*memfile.Backend)
+	process.backends = make(map[*pgalloc.MemoryFile]*backend)
 	pgalloc.NewPageBackend = newPageBackend
 	return nil
 }
@@ -110,8 +115,15 @@ func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 	process.template = nil
 	if pb.template != nil {
 		b.SetTemplate(pb.template, process.mapTemplate)
+		if process.patterns != nil {
+			// Only hints: without them the sandbox learns for itself.
+			if err := b.ImportPatterns(process.patterns, prefetch.Digest(pb.template.Digest())); err != nil {
+				log.Warningf("agentzip: %s beside the template is of no use: %v", prefetch.File, err)
+			}
+			process.patterns = nil
+		}
 	}
-	process.backends[f] = b
+	process.backends[f] = pb
 	return pb, nil
 }
 
@@ -140,7 +152,14 @@ func openTemplate(conf *config.Config, dir string, opened []*os.File) ([]*os.Fil
 		return nil, err
 	}
 	pages, index := t.Files()
-	return []*os.File{pages, index}, nil
+	files := []*os.File{pages, index}
+	switch patterns, err := os.Open(filepath.Join(dir, prefetch.File)); {
+	case err == nil:
+		files = append(files, patterns)
+	case !errors.Is(err, os.ErrNotExist):
+		log.Warningf("agentzip: no prefetch from the first step on: %v", err)
+	}
+	return files, nil
 }
 
 // beginRestore implements boot.AgentzipRestore.
@@ -148,12 +167,19 @@ func beginRestore(files []*os.File) error {
 	if len(files) == 0 {
 		return nil
 	}
-	if len(files) != 2 {
-		return fmt.Errorf("restore with %d template files, want 2", len(files))
+	if len(files) != 2 && len(files) != 3 {
+		return fmt.Errorf("restore with %d template files, want 2 or 3", len(files))
+	}
+	var patterns []byte
+	if len(files) == 3 {
+		var err error
+		if patterns, err = io.ReadAll(io.LimitReader(files[2], prefetch.ExportMax+1)); err != nil {
+			log.Warningf("agentzip: reading %s beside the template: %v", prefetch.File, err)
+		}
 	}
 	// The control server closes the files when the call returns.
 	var own [2]*os.File
-	for i, f := range files {
+	for i, f := range files[:2] {
 		fd, err := unix.Dup(int(f.Fd()))
 		if err != nil {
 			return fmt.Errorf("keeping the template's files: %w", err)
@@ -169,7 +195,7 @@ func beginRestore(files []*os.File) error {
 	log.Infof("agentzip: the checkpoint is a template of %d pages, digest %v", v.Pages(), v.Digest())
 	process.mu.Lock()
 	defer process.mu.Unlock()
-	process.template = v
+	process.template, process.patterns = v, patterns
 	return nil
 }
 
@@ -188,9 +214,14 @@ func newControl(k *kernel.Kernel, conf *config.Config) any {
 	if process.driver != nil {
 		process.driver.halt()
 	}
+	var digest *template.Digest
+	if b.template != nil {
+		t := b.template.Digest()
+		digest = &t
+	}
 	// Backends of memory files that were replaced are closed by those files.
-	process.backends = map[*pgalloc.MemoryFile]*memfile.Backend{f: b}
-	d := newDriver(k, f, b, settings{
+	process.backends = map[*pgalloc.MemoryFile]*backend{f: b}
+	d := newDriver(k, f, b.Backend, digest, settings{
 		idle:           conf.AgentzipIdle,
 		settle:         conf.AgentzipSettle,
 		prefetch:       conf.AgentzipPrefetch == "on",
@@ -222,6 +253,30 @@ func (a *Agentzip) Stats(_ *Empty, out *control.Stats) error {
 	}
 	*out = a.d.b.Stats()
 	out.Phase = a.d.phase()
+	return nil
+}
+
+// Prefetch restores what the step in progress is predicted to want.
+func (a *Agentzip) Prefetch(_ *Empty, out *control.PrefetchReport) error {
+	if a.d == nil {
+		return errOff
+	}
+	start := time.Now()
+	n, err := a.d.b.Prefetch(nil)
+	out.Pages, out.ElapsedNS = n, uint64(time.Since(start))
+	return err
+}
+
+// Patterns returns what the sandbox's steps have taught about the template it
+// was restored from.
+func (a *Agentzip) Patterns(_ *Empty, out *[]byte) error {
+	if a.d == nil {
+		return errOff
+	}
+	if a.d.template == nil {
+		return errors.New("the sandbox was not restored from a template, so nothing that it learnt is of use to others")
+	}
+	*out = a.d.b.ExportPatterns(prefetch.Digest(*a.d.template))
 	return nil
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"runsc-agentzip/memfile"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/phase"
 )
@@ -21,9 +22,13 @@ import (
 // begins to work.
 const pollInterval = 20 * time.Millisecond
 
-// resumeFaults is how many accesses to evicted memory make a resume. A timer in
-// the guest needs fewer pages than that for its beat.
-const resumeFaults = 4
+// resumeFaults is how many accesses to evicted memory make a resume: a first
+// guess at what the step will want is due. With each doubling of their number
+// there is evidence for a better one, up to evidenceFaults.
+const (
+	resumeFaults   = 2
+	evidenceFaults = 512
+)
 
 // idleFloor is how much memory must have come back since the last eviction for
 // another one to be worth its scan, in bytes. It keeps a heartbeat timer in the
@@ -36,6 +41,9 @@ type driver struct {
 	f    *pgalloc.MemoryFile
 	b    *memfile.Backend
 	conf settings
+
+	// template is that of the sandbox, or nil.
+	template *template.Digest
 
 	stop     chan struct{}
 	stopOnce sync.Once
@@ -53,8 +61,8 @@ type settings struct {
 	prefetch bool
 }
 
-func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, conf settings) *driver {
-	d := &driver{k: k, f: f, b: b, conf: conf, stop: make(chan struct{})}
+func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, t *template.Digest, conf settings) *driver {
+	d := &driver{k: k, f: f, b: b, template: t, conf: conf, stop: make(chan struct{})}
 	d.since.Store(time.Now().UnixNano())
 	return d
 }
@@ -101,18 +109,14 @@ func (d *driver) run() {
 	var heldAfter uint64
 	// activity is closed when a task runs; it is nil while one does, as far as
 	// is known.
-	var activity, resumed <-chan struct{}
+	var activity <-chan struct{}
+	// A sandbox that was restored from a template has all of it to fetch.
+	resume := newResumption(d)
 	for {
 		// Working.
 		if d.k.RunningTasks() != 0 {
 			d.setWaiting(false)
-			select {
-			case <-resumed:
-				resumed = nil
-				d.prefetch()
-			default:
-			}
-			if !d.sleep(pollInterval) {
+			if !resume.work(pollInterval) {
 				return
 			}
 			continue
@@ -154,7 +158,7 @@ func (d *driver) run() {
 			res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 			work = time.Since(waitStart)
 			logEvict(res, err)
-			resumed = d.b.AwaitResume(resumeFaults)
+			resume = newResumption(d)
 			if err == nil {
 				heldAfter, _ = d.b.HeldBytes()
 			} else {
@@ -193,24 +197,56 @@ func (d *driver) run() {
 		length := time.Since(waitStart)
 		d.setWaiting(false)
 		// Work that needs its memory back shows at once.
-		select {
-		case <-resumed:
-			resumed = nil
-			d.prefetch()
-		case <-d.stop:
+		if !resume.work(pollInterval) {
 			return
-		case <-time.After(pollInterval):
 		}
 		det.Ended(phase.Wait{Length: length, Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
 	}
 }
 
-// prefetch brings back what the step that has begun is predicted to want, as
-// long as it lasts.
-func (d *driver) prefetch() {
-	if !d.conf.prefetch {
-		return
+// A resumption is the return of the memory that a step wants.
+type resumption struct {
+	d *driver
+	// due is closed after that many faults since the last time; nil if no more
+	// is to be learnt from them.
+	due    <-chan struct{}
+	faults int
+}
+
+func newResumption(d *driver) *resumption {
+	r := &resumption{d: d}
+	if d.conf.prefetch {
+		r.faults = resumeFaults
+		r.due = d.b.AwaitResume(r.faults)
 	}
+	return r
+}
+
+// work fetches what becomes due during the next t, ahead of its use. It returns
+// false if the driver was halted.
+func (r *resumption) work(t time.Duration) bool {
+	end := time.NewTimer(t)
+	defer end.Stop()
+	for {
+		select {
+		case <-r.d.stop:
+			return false
+		case <-end.C:
+			return true
+		case <-r.due:
+			// Faults that happen meanwhile count towards the next time.
+			if r.due = nil; r.faults < evidenceFaults {
+				r.due = r.d.b.AwaitResume(r.faults)
+				r.faults *= 2
+			}
+			r.d.prefetch()
+		}
+	}
+}
+
+// prefetch brings back what the step that is in progress is predicted to want,
+// as long as it lasts.
+func (d *driver) prefetch() {
 	start := time.Now()
 	idle := 0
 	last := start
