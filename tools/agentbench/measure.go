@@ -20,7 +20,7 @@ var sampleDefinitions = map[string]string{
 	"owned_outside_bytes": "allocated blocks of the memory file and what the sandbox's other memory files and its Sentry's anonymous memory exceed the mean of stock's in the same repetition by. It does not ask the runtime, but takes the Sentries' own heaps for equal, which differ by some MiB: a check of figures that are larger than that",
 	"demand_pages":        "pages restored because something touched them, between the measurements in the waits before and after the step; prefetched_pages in the same way",
 	"used_bytes":          "MemAvailable before the episode less MemAvailable now, and what the page cache holds of a template that all clones share; without agentbench itself. It includes what other programs took or gave back meanwhile",
-	"freed_bytes":         "MemAvailable after the clones were ended less MemAvailable before",
+	"freed_bytes":         "MemAvailable after the clones were ended less MemAvailable before, when they had waited for a while after the digest of their state; a template that they share was available before, too",
 	"own_cpu_seconds":     "processor time of agentbench and of the commands with which it measures",
 	"idle_cpu_seconds":    "the processor time per second that was used in the last second before the episode, times its seconds",
 	"restores":            "clones are restored one after the other; the time is from the restore command to the answer to a first request. Images have been restored once before",
