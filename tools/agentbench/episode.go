@@ -17,6 +17,9 @@ import (
 const (
 	// quietLimit is the longest time that an episode waits for other programs.
 	quietLimit = 15 * time.Second
+	// othersLimit is the part of the processors that other programs may use
+	// during an episode before that is worth mentioning.
+	othersLimit = 0.1
 	// settleLimit is the longest time that clones get to become small before
 	// they are ended.
 	settleLimit = 10 * time.Second
@@ -115,14 +118,19 @@ func (e *episode) run(ctx context.Context) (err error) {
 		return err
 	}
 	e.out.CPUSeconds = (now.busy - cpu.busy).Seconds()
-	own = selfCPU() - own
-	for _, c := range e.clones {
-		if c.swap != nil {
-			own -= c.swap.cpuTime()
-		}
-	}
+	own = selfCPU() - own - e.swapCPU()
 	e.out.OwnCPUSeconds = own.Seconds()
 	e.out.IdleCPUSeconds = load.perSecond * e.out.Seconds
+	sandboxes, err := e.sandboxCPU()
+	if err != nil {
+		return err
+	}
+	// KSM's thread counts as others', and a guest process that ended as far as
+	// the kernel does not credit it to its parent.
+	others := e.out.CPUSeconds - e.out.OwnCPUSeconds - sandboxes.Seconds()
+	if share := ratio(others, (now.all - cpu.all).Seconds()); share > othersLimit {
+		e.problem(false, "other programs used %.0f %% of the processors during the episode: its times and processor time mean little", 100*share)
+	}
 	if e.out.points, e.out.PeakBytes, err = e.timeline.end(); err != nil {
 		return err
 	}
@@ -132,6 +140,32 @@ func (e *episode) run(ctx context.Context) (err error) {
 		return err
 	}
 	return e.teardown(ctx)
+}
+
+// swapCPU is the processor time that swapping out has taken in the name of this
+// process.
+func (e *episode) swapCPU() time.Duration {
+	var t time.Duration
+	for _, c := range e.clones {
+		if c.swap != nil {
+			t += c.swap.cpuTime()
+		}
+	}
+	return t
+}
+
+// sandboxCPU is the processor time that the clones have taken, and what was done
+// for them.
+func (e *episode) sandboxCPU() (time.Duration, error) {
+	t := e.swapCPU()
+	for _, c := range e.clones {
+		cpu, err := c.sb.CPUTime()
+		if err != nil {
+			return 0, endedWhy(c.sb, err)
+		}
+		t += cpu
+	}
+	return t, nil
 }
 
 // restore starts the clones, one after the other.
