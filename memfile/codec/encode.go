@@ -134,6 +134,38 @@ func (e *Encoder) withBase(dst []byte, in Input) (Tag, int, Reject) {
 	return tag, copy(dst, blob), why
 }
 
+// searchWords is how many words a page must share with another for a word delta
+// to be tried on the two: of the sample, those that share fewer and have a word
+// delta that is the shortest form are 1 %.
+const searchWords = words / 8
+
+// EncodeAgainst writes a representation of p relative to base, any page that
+// the decoder will have, to dst. It returns TagInvalid if there is none of at
+// most limit bytes. It is for bases that a search has found: unlike Encode it
+// writes a blob if the pages are equal, too.
+func (e *Encoder) EncodeAgainst(dst []byte, p, base *Page, limit int) (tag Tag, n int) {
+	limit = min(limit, MaxEncoded)
+	if len(dst) < limit {
+		panic(fmt.Sprintf("codec: EncodeAgainst into %d bytes, need %d", len(dst), limit))
+	}
+	changed, d := differing(p, base)
+	if d <= words-searchWords {
+		w := e.wordEncoder()
+		if w.symbols(deltaModel(), p, base, &changed, d, limit) {
+			if n = w.finish(dst, limit); n >= 0 {
+				tag, limit = TagWordDelta, n-1
+				if n <= acceptDeep {
+					return tag, n
+				}
+			}
+		}
+	}
+	if t, blob, why := e.zstd(TagZstdBase, p, base); why == RejectNone && len(blob) <= limit {
+		return t, copy(dst, blob)
+	}
+	return tag, max(n, 0)
+}
+
 // alone encodes a page without a base. The blob is valid until the next call.
 func (e *Encoder) alone(p *Page, tier Tier) (tag Tag, blob []byte, why Reject) {
 	switch tier {
