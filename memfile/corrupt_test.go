@@ -236,12 +236,13 @@ func TestCheckFinds(t *testing.T) {
 		damage func(f *fixture)
 		word   string
 	}{
-		"checksum":  {func(f *fixture) { f.blobOf(t, f.first)[0]++ }, "checksum mismatch"},
-		"page":      {func(f *fixture) { binary.LittleEndian.PutUint32(f.blobOf(t, f.first)[8:], 7) }, "header"},
-		"leak":      {func(f *fixture) { _, _, _ = f.b.store.Alloc(100) }, "leaked"},
-		"two pages": {func(f *fixture) { *f.b.table.at(f.first) = *f.b.table.at(f.first + 1) }, "live twice"},
-		"count":     {func(f *fixture) { f.b.stats.form(codec.TagS2).Add(1) }, "counted"},
-		"gate":      {func(f *fixture) { f.b.nonResident.Add(-1) }, "gated"},
+		"references": {func(f *fixture) { atomic.AddUint64(headAt(f.blobOf(t, f.first)), uint64(headRef)) }, "references"},
+		"checksum":   {func(f *fixture) { f.blobOf(t, f.first)[0]++ }, "checksum mismatch"},
+		"page":       {func(f *fixture) { binary.LittleEndian.PutUint32(f.blobOf(t, f.first)[8:], 7) }, "header"},
+		"leak":       {func(f *fixture) { _, _, _ = f.b.store.Alloc(100) }, "leaked"},
+		"two pages":  {func(f *fixture) { *f.b.table.at(f.first) = *f.b.table.at(f.first + 1) }, "live twice"},
+		"count":      {func(f *fixture) { f.b.stats.form(codec.TagS2).Add(1) }, "counted"},
+		"gate":       {func(f *fixture) { f.b.nonResident.Add(-1) }, "gated"},
 	} {
 		f := newFixture(t, 8, DefaultOptions())
 		f.kinds(kindText)
@@ -302,7 +303,11 @@ func TestBrokenTemplate(t *testing.T) {
 	// A page that depends on a base is fatal without it, too.
 	w := *f.b.table.at(first + 5)
 	for _, tag := range []codec.Tag{codec.TagWordDelta, codec.TagZstdBase} {
-		*f.b.table.at(first + 5) = evictedWord(tag, 0)
+		h, err := f.b.put(0, first+5, tag, baseRef{}, []byte{1, 2, 3})
+		if err != nil {
+			t.Fatal(err)
+		}
+		*f.b.table.at(first + 5) = evictedWord(tag, h)
 		f.gateFatally(t, first+5, "template page was modified", tag.String())
 	}
 	*f.b.table.at(first + 5) = w

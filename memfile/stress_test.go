@@ -230,8 +230,8 @@ func (s *stress) run(t *testing.T, d time.Duration) {
 	close(s.stop)
 	s.wg.Wait()
 
-	t.Logf("outcomes %v; template reads %d, evicted %d, restored %d, dropped %d, aborted %d, out of memory %d, rejects %v",
-		outcomes, h.templateReads.Load(), b.stats.evictedTotal.Load(), b.stats.restored.Load(), b.stats.dropped.Load(), b.stats.aborted.Load(), b.stats.noMemory.Load(), b.Stats().Rejects)
+	t.Logf("outcomes %v; template reads %d, evicted %d, restored %d, dropped %d, aborted %d, out of memory %d, rejects %v, stages %v, moved %d",
+		outcomes, h.templateReads.Load(), b.stats.evictedTotal.Load(), b.stats.restored.Load(), b.stats.dropped.Load(), b.stats.aborted.Load(), b.stats.noMemory.Load(), b.Stats().Rejects, b.Stats().Stages, b.stats.moved.Load())
 	h.faults.noMemoryIn.Store(0)
 	h.faults.readIn.Store(0)
 	h.faults.punchIn.Store(0)

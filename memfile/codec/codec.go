@@ -218,6 +218,12 @@ func (t Tag) String() string {
 	return fmt.Sprintf("tag-%d", uint8(t))
 }
 
+// A Count says what came of a form: how often it was made, how often it was
+// taken, how many bytes it then had, and how often it had too many to be of use.
+type Count struct {
+	Tries, Wins, Bytes, Rejects uint64
+}
+
 // Tier is how much work Encode may put into a page.
 type Tier uint8
 
