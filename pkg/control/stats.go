@@ -44,6 +44,14 @@ type Stats struct {
 	// Rejects counts pages that stayed resident, by cause.
 	Rejects map[string]uint64 `json:"rejects"`
 
+	// Evictions, Bytes in and out of the store since the start.
+	EvictedPagesTotal  uint64 `json:"evicted_pages_total"`
+	RestoredPagesTotal uint64 `json:"restored_pages_total"`
+
+	// ChecksumFailures is 0 in a living sandbox unless it is about to be
+	// killed: a mismatch is fatal.
+	ChecksumFailures uint64 `json:"checksum_failures"`
+
 	// Stages counts the work of compression by the form or search it went
 	// into, by name. Absent without any.
 	Stages map[string]Stage `json:"stages,omitempty"`
@@ -54,14 +62,6 @@ type Stats struct {
 	// MovedBlobs is how many stored pages were moved to give the memory
 	// between them back.
 	MovedBlobs uint64 `json:"moved_blobs,omitempty"`
-
-	// Evictions, Bytes in and out of the store since the start.
-	EvictedPagesTotal  uint64 `json:"evicted_pages_total"`
-	RestoredPagesTotal uint64 `json:"restored_pages_total"`
-
-	// ChecksumFailures is 0 in a living sandbox unless it is about to be
-	// killed: a mismatch is fatal.
-	ChecksumFailures uint64 `json:"checksum_failures"`
 }
 
 // Stage counts one way to make a page small. Several may be tried on a page.
