@@ -52,6 +52,9 @@ const (
 	headFixed = headRef - 1 - headOrphan
 
 	maxRefs = 1<<12 - 1
+	// maxDependants is how many pages may come to depend on a root: what
+	// becomes an orphan costs storing all of them again.
+	maxDependants = 64
 	// maxPage bounds page numbers: 16 TiB of memory file.
 	maxPages = 1 << 32
 )
@@ -176,9 +179,17 @@ func (b *Backend) blob(page uint64, tag codec.Tag, h arena.Handle) (stored, erro
 	return s, nil
 }
 
-// load decodes the page that w, the word of an evicted page, refers to, and
-// verifies it.
+// load decodes the page that w, the word of a page that the caller has made
+// busy, refers to, and verifies it.
 func (b *Backend) load(r *restorer, dst *codec.Page, page uint64, w word) error {
+	r.root = 0
+	return b.loadNext(r, dst, page, w)
+}
+
+// loadNext is load for one of several pages that the caller has made busy. A
+// root that is needed again is not decoded again: all pages loaded since r.root
+// was 0 must still be busy, and where they were loaded to unchanged.
+func (b *Backend) loadNext(r *restorer, dst *codec.Page, page uint64, w word) error {
 	tag := tagOf(w)
 	switch tag {
 	case codec.TagZero:
@@ -196,13 +207,24 @@ func (b *Backend) load(r *restorer, dst *codec.Page, page uint64, w word) error 
 	}
 	var base *codec.Page
 	if hasBase(tag) {
-		base = &r.base
-		if err := b.loadBase(&r.dec, base, page, s.base); err != nil {
-			return &errCorrupt{page, tag, err.Error()}
+		root := s.base.kind == baseRoot
+		if root && r.root != 0 && r.root == arena.Handle(s.base.n) {
+			base = r.rootPage
+		} else {
+			base, r.root = &r.base, 0
+			if err := b.loadBase(&r.dec, base, page, s.base); err != nil {
+				return &errCorrupt{page, tag, err.Error()}
+			}
+			if root {
+				r.root, r.rootPage = arena.Handle(s.base.n), base
+			}
 		}
 	}
 	if err := s.decode(&r.dec, dst, base); err != nil {
 		return &errCorrupt{page, tag, err.Error()}
+	}
+	if mayBeRoot(tag) {
+		r.root, r.rootPage = handleOf(w), dst
 	}
 	return nil
 }
@@ -251,18 +273,18 @@ func (b *Backend) share(page uint64, h arena.Handle) (ok bool) {
 	if handleOf(w) != h || !mayBeRoot(tagOf(w)) {
 		return false
 	}
-	return b.addRef(h)
+	return b.addRef(h, 1+maxDependants)
 }
 
 // addRef adds a reference to a blob that the caller keeps from being freed. It
-// fails if there are too many. The caller holds passMu.
-func (b *Backend) addRef(h arena.Handle) bool {
+// fails if there are limit already. The caller holds passMu.
+func (b *Backend) addRef(h arena.Handle, limit int) bool {
 	all, err := b.store.Bytes(h)
 	if err != nil || len(all) < blobHeader {
 		return false
 	}
 	// Others may only give references up meanwhile.
-	if blobHead(atomic.LoadUint64(headAt(all))).refs() == maxRefs {
+	if blobHead(atomic.LoadUint64(headAt(all))).refs() >= limit {
 		return false
 	}
 	atomic.AddUint64(headAt(all), uint64(headRef))

@@ -170,7 +170,7 @@ func (m *mover) dependant(p uint64) {
 		atomic.StoreUint64(headAt(blob), uint64(head&headFixed|headRef))
 		m.to[root] = to
 	}
-	if !b.addRef(to) {
+	if !b.addRef(to, maxRefs) {
 		return
 	}
 	all, _ := b.store.Bytes(handleOf(w))
@@ -188,7 +188,7 @@ func (m *mover) owner(p uint64) {
 	defer func() { b.unclaim(p, w) }()
 	root := handleOf(w)
 	to := m.to[root]
-	if to == 0 || !b.addRef(to) {
+	if to == 0 || !b.addRef(to, maxRefs) {
 		return
 	}
 	w = w&^(handleMask<<handleShift) | word(to)<<handleShift

@@ -29,6 +29,9 @@ const (
 	// the pages of a sandbox with servers in the template have shorter blobs,
 	// which together are a tenth of the bytes.
 	searchFrom = 128
+	// searchFromBase is the same for pages that the template has a page for at
+	// their place. If that is no good base, neighbours rarely are.
+	searchFromBase = 512
 	// maxTries is how many bases that a search found are tried.
 	maxTries = 2
 	// ownSketches is how many roots of a pass have their sketch kept.
@@ -218,7 +221,11 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 	if tag == codec.TagInvalid {
 		size = limit
 	}
-	if size > searchFrom {
+	from := searchFrom
+	if same {
+		from = searchFromBase
+	}
+	if size > from {
 		d.sketch.Make(page)
 		sketched = true
 		// A base must save a sixteenth, and what naming it takes.

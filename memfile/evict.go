@@ -336,6 +336,12 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			}
 		}
 		tag, size, why := e.enc.Encode(e.out[:], input)
+		if tag == codec.TagInvalid && tier != codec.TierFast && why != codec.RejectForm {
+			// Few pages come here, and a page that stays costs as much as ten
+			// others: a third of them have a form after all.
+			input.Tier = codec.TierMax
+			tag, size, why = e.enc.Encode(e.out[:], input)
+		}
 		if tag == codec.TagInvalid {
 			b.stats.rejects[rejectCodec+int(why)].Add(1)
 			rejected += b.rejectPage(at)
