@@ -292,11 +292,18 @@ func (d *deepWorker) search(p uint64, page *codec.Page, limit int) (tag codec.Ta
 	st := stageOwn
 	if d.own != nil {
 		d.ownMu.Lock()
-		k := d.own.Find(&d.sketch, d.found[:1])
+		k := d.own.Find(&d.sketch, d.found[:])
 		d.ownMu.Unlock()
-		if q := uint64(d.found[0].Item); k != 0 && q != p && (q != d.root || d.rootBlob == 0) {
-			if h, ok := d.loadRoot(q, &d.candidate); ok && try(stageOwn, &d.candidate) {
-				root, rootBlob = q, h
+		for _, m := range d.found[:k] {
+			q := uint64(m.Item)
+			if q == p || q == d.root && d.rootBlob != 0 {
+				continue
+			}
+			if h, ok := d.loadRoot(q, &d.candidate); ok {
+				if try(stageOwn, &d.candidate) {
+					root, rootBlob = q, h
+				}
+				break
 			}
 		}
 	}
@@ -314,8 +321,11 @@ func (d *deepWorker) search(p uint64, page *codec.Page, limit int) (tag codec.Ta
 	}
 	if rootBlob != 0 {
 		if !b.share(root, rootBlob) {
-			// It has just left the store. The buffers of a shorter form that
-			// may have been found before are gone, too.
+			// It has left the store, or has enough dependants. The buffers of
+			// a shorter form that may have been found before are gone, too.
+			if root == d.root {
+				d.rootBlob = 0
+			}
 			return codec.TagInvalid, 0, baseRef{}
 		}
 		base, won = baseRef{baseRoot, uint64(rootBlob)}, st
@@ -326,8 +336,8 @@ func (d *deepWorker) search(p uint64, page *codec.Page, limit int) (tag codec.Ta
 	return tag, n, base
 }
 
-// loadRoot puts the page q into dst, if it is stored as a root, and returns its
-// blob.
+// loadRoot puts the page q into dst, if it is stored as a root that may have more
+// dependants, and returns its blob.
 func (d *deepWorker) loadRoot(q uint64, dst *codec.Page) (arena.Handle, bool) {
 	b := d.b
 	if q >= b.table.pages() {
@@ -339,6 +349,9 @@ func (d *deepWorker) loadRoot(q uint64, dst *codec.Page) (arena.Handle, bool) {
 	}
 	defer b.unclaim(q, w)
 	if !mayBeRoot(tagOf(w)) {
+		return 0, false
+	}
+	if s, err := b.parse(handleOf(w)); err == nil && s.head.refs() > maxDependants {
 		return 0, false
 	}
 	if err := b.load(d.r, dst, q, w); err != nil {
