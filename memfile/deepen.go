@@ -77,7 +77,8 @@ type deepWorker struct {
 
 // Deepen stores pages that are not in the smallest form yet again, where that
 // makes them at least a twentieth smaller, and then moves blobs together. It
-// returns how many pages it replaced.
+// returns how many pages it replaced. What cannot be read is left as it is: the
+// sandbox ends when it is needed, if ever, and not before.
 func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
@@ -167,7 +168,8 @@ func (d *deepWorker) group(first uint64) {
 		}
 		s, err := b.blob(p, tagOf(w), handleOf(w))
 		if err != nil {
-			b.corrupt(err)
+			b.unclaim(p, w|deep)
+			continue
 		}
 		orphan := s.base.kind == baseRoot && b.isOrphan(arena.Handle(s.base.n))
 		if w&deep != 0 && !orphan {
@@ -196,8 +198,8 @@ func (b *Backend) isOrphan(root arena.Handle) bool {
 func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 	b, e := d.b, d.e
 	page := (*codec.Page)(d.r.buf[:])
-	if err := b.load(d.r, page, p, w); err != nil {
-		b.corrupt(err)
+	if b.load(d.r, page, p, w) != nil {
+		return w
 	}
 	old := len(s.enc) + s.base.size()
 	limit := old * 19 / 20
@@ -354,8 +356,8 @@ func (d *deepWorker) loadRoot(q uint64, dst *codec.Page) (arena.Handle, bool) {
 	if s, err := b.parse(handleOf(w)); err == nil && s.head.refs() > maxDependants {
 		return 0, false
 	}
-	if err := b.load(d.r, dst, q, w); err != nil {
-		b.corrupt(err)
+	if b.load(d.r, dst, q, w) != nil {
+		return 0, false
 	}
 	return handleOf(w), true
 }

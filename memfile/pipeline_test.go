@@ -211,6 +211,86 @@ func newDumpBackend(t testing.TB, d dump, opts Options) (*Backend, *dumpHost) {
 	return b, h
 }
 
+// ceilingPages is how many pages of a dump the ceiling is computed for.
+const ceilingPages = 1000
+
+// ceiling prints the mean of the shortest forms there are, whatever they cost:
+// those of the codec and the library's best, alone and relative to any of the
+// template's page at the same place, the pages most similar in the template and
+// among all before it, and its neighbours, and the library's best with all of
+// these together.
+func ceiling(t *testing.T, d dump) {
+	template := &dumpTemplate{table: make(dedup.Table, dedup.TableSize(uint64(len(d.template))))}
+	var s dedup.Sketch
+	for i, p := range sorted(d.template) {
+		template.pages = append(template.pages, d.template[p])
+		s.Make(d.template[p])
+		template.table.Add(&s, uint32(i), false)
+	}
+	var owned []*codec.Page
+	var numbers []uint64
+	for _, p := range sorted(d.pages) {
+		if page := d.pages[p]; !codec.IsZero(page) && (d.template[p] == nil || *d.template[p] != *page) {
+			owned, numbers = append(owned, page), append(numbers, p)
+		}
+	}
+	options := func(more ...zstd.EOption) []zstd.EOption {
+		return append(more, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedBestCompression),
+			zstd.WithWindowSize(128<<10), zstd.WithSingleSegment(true), zstd.WithEncoderCRC(false))
+	}
+	z, err := zstd.NewWriter(nil, options()...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const headers = 12 // of the library's form; ours are in the page table
+	own := make(dedup.Table, dedup.TableSize(uint64(len(owned))))
+	enc := codec.NewEncoder()
+	buf := make([]byte, 0, 2*PageSize)
+	var out [codec.MaxEncoded]byte
+	single, all, n := 0, 0, 0
+	for i, p := range owned {
+		s.Make(p)
+		if i%(1+len(owned)/ceilingPages) == 0 {
+			var bases []*codec.Page
+			if b := d.template[numbers[i]]; b != nil {
+				bases = append(bases, b)
+			}
+			var found [4]dedup.Match
+			for _, m := range found[:template.table.Find(&s, found[:])] {
+				bases = append(bases, template.pages[m.Item])
+			}
+			for _, m := range found[:own.Find(&s, found[:])] {
+				bases = append(bases, owned[m.Item])
+			}
+			bases = append(bases, owned[max(i-4, 0):i]...)
+			best := PageSize
+			if tag, k, _ := enc.Encode(out[:], codec.Input{Page: p, Tier: codec.TierMax}); tag != codec.TagInvalid {
+				best = k
+			}
+			best = min(best, len(z.EncodeAll(p[:], buf))-headers)
+			var dict []byte
+			for _, b := range bases {
+				if tag, k := enc.EncodeAgainst(out[:], p, b, codec.MaxEncoded); tag != codec.TagInvalid {
+					best = min(best, k)
+				}
+				dict = append(dict, b[:]...)
+			}
+			single += best
+			if len(dict) != 0 {
+				zd, err := zstd.NewWriter(nil, options(zstd.WithEncoderDictRaw(1, dict))...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				best = min(best, len(zd.EncodeAll(p[:], buf))-headers)
+			}
+			all += best
+			n++
+		}
+		own.Add(&s, uint32(i), false)
+	}
+	t.Logf("  %-26s %6d bytes; with any number of bases %d", "ceiling, one base", single/n, all/n)
+}
+
 // TestPipeline prints what becomes of the pages of dumps: plain libraries, each
 // tier of an eviction with what each form does, and deepening with what each
 // search does, and verifies every page.
@@ -252,6 +332,7 @@ func TestPipeline(t *testing.T) {
 			}
 			t.Logf("  %-26s %6d bytes %8d ns", c.name, sum/n, int(time.Since(start))/n)
 		}
+		ceiling(t, d)
 		for tier := range codec.Tier(codec.NumTiers) {
 			b, h := newDumpBackend(t, d, DefaultOptions())
 			pass := func(name string, fn func() error) {
