@@ -25,10 +25,10 @@ import (
 //
 // See package dedup for what each gains.
 const (
-	// searchFrom is the length from which a search is worth its time: half of
-	// the pages of a sandbox with servers in the template have shorter blobs,
-	// which together are a tenth of the bytes.
-	searchFrom = 128
+	// searchFrom is the length from which a search is worth its time. Searching
+	// for shorter ones too would save 0.1 % of the bytes, and only from 1024 on
+	// a third of the time and cost 3 %.
+	searchFrom = 256
 	// searchFromBase is the same for pages that the template has a page for at
 	// their place. If that is no good base, neighbours rarely are.
 	searchFromBase = 512
