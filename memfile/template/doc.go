@@ -61,9 +61,9 @@
 //	kind 1  checksums: codec.Sum (XXH3-64) of each page of pages.img, 8 bytes each
 //	kind 2  sketches: a dedup.Table whose items are page numbers, in records of
 //	        8 bytes. About 85 bytes per page. Absent in indexes made by older
-//	        builds, which are used without it. Only Verify compares it with its
-//	        checksum: others read no more of it than they use, and what they
-//	        read is a hint.
+//	        builds, which are used without it. A sandbox does not compare it with
+//	        its checksum again: it reads no more of it than it uses, and what
+//	        it reads is a hint.
 //
 // The digest is the SHA-256 of "agentzip template 1\n", the number of pages (8
 // bytes), the two SHA-256 in the order of the header and the checksums. It says

@@ -285,7 +285,7 @@ func mapIndex(f *os.File) (*index, error) {
 		for _, s := range x.sections {
 			b := data[s.offset : s.offset+s.length]
 			if s.kind == sectionSketches {
-				// Not read unless it is used, and then not trusted.
+				// See checkSketches.
 				if s.record == sketchSize {
 					x.sketches = b
 				}
@@ -350,7 +350,7 @@ func (x *index) checkDigest() error {
 }
 
 // checkSketches compares the section of sketches, if there is one, with its
-// checksum.
+// checksum. A sandbox need not: it does not trust them.
 func (x *index) checkSketches() error {
 	for _, s := range x.sections {
 		if s.kind != sectionSketches {

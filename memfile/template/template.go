@@ -105,7 +105,7 @@ func Verify(dir string) (Info, error) {
 	if err := im.verify(x); err != nil {
 		return Info{}, err
 	}
-	if err := errors.Join(x.checkDigest(), x.checkSketches()); err != nil {
+	if err := x.checkDigest(); err != nil {
 		return Info{}, im.indexError(err)
 	}
 	return x.info(), nil
@@ -241,7 +241,12 @@ func (im *image) openIndex() (*index, *os.File, error) {
 		_ = f.Close()
 		return nil, nil, im.indexError(err)
 	}
-	if err := im.matches(x); err != nil {
+	if err = x.checkSketches(); err != nil {
+		err = im.indexError(err)
+	} else {
+		err = im.matches(x)
+	}
+	if err != nil {
 		_ = x.close()
 		_ = f.Close()
 		return nil, nil, err

@@ -709,12 +709,30 @@ func TestSimilar(t *testing.T) {
 	h, err := decodeHeader(good, uint64(len(good)))
 	try(t, err)
 
+	tpl, _ := openOK(t, dir)
+	v := view(t, tpl)
 	bad := bytes.Clone(good)
 	for i := h.sections[1].offset; i < h.size; i++ {
 		bad[i] ^= 0x5a
 	}
-	put(t, path, bad)
-	similar(7)
+	// In place: a sandbox that runs has it mapped.
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	try(t, err)
+	_, err = f.WriteAt(bad, 0)
+	try(t, errors.Join(err, f.Close()))
+	var p codec.Page
+	var s dedup.Sketch
+	var best [2]dedup.Match
+	for n := range testPages {
+		copy(p[:], raw[n*PageSize:])
+		s.Make(&p)
+		for _, m := range best[:v.Similar(&s, best[:])] {
+			if m.Item >= testPages {
+				t.Errorf("page %d", m.Item)
+			}
+		}
+	}
+	openFails(t, dir, ErrIndex, path, "sketches")
 	_, err = Verify(dir)
 	check(t, err, ErrIndex, "sketches")
 
