@@ -16,7 +16,7 @@ const compactRounds = 256
 
 // compact moves blobs out of sparsely filled slabs until none is left: then each
 // size class has as few slabs as its blobs need, and the rest has gone back to
-// the host. The caller holds passMu.
+// the host. The caller holds passMu; others may be deepening for it.
 //
 // A blob can be moved while its page is busy. A root with dependants is copied;
 // then one dependant after the other, and last its page, is made to refer to the
@@ -39,8 +39,9 @@ func (b *Backend) compact(stop func() bool) error {
 // A mover moves blobs.
 type mover struct {
 	b *Backend
-	// to has the blobs to move; for a root that has been copied, the copy,
-	// which the mover has a reference to.
+	// to has the blobs to move; for a root that has been copied, the copy. The
+	// mover has references to both, so that the old handle goes on to mean the
+	// same.
 	to map[arena.Handle]arena.Handle
 	// owned has the copies that a page refers to.
 	owned map[arena.Handle]bool
@@ -71,11 +72,12 @@ func (b *Backend) move(sparse []arena.Handle, stop func() bool) (uint64, error) 
 	for _, p := range owners {
 		m.owner(p)
 	}
-	for _, h := range m.to {
-		if h != 0 {
+	for old, to := range m.to {
+		if to != 0 {
+			b.unref(old, false)
 			// If the page is still with the old root, or gone, the copy has
 			// only dependants.
-			b.unref(h, !m.owned[h])
+			b.unref(to, !m.owned[to])
 		}
 	}
 	b.stats.moved.Add(m.moved)
@@ -162,8 +164,12 @@ func (m *mover) dependant(p uint64) {
 	}
 	if to == 0 {
 		// The reference of p keeps the root while it is copied.
+		if !b.addRef(root, maxRefs) {
+			return
+		}
 		var blob []byte
 		if to, blob = m.copy(root); to == 0 {
+			b.unref(root, false)
 			return
 		}
 		head := blobHead(atomic.LoadUint64(headAt(blob)))

@@ -36,6 +36,9 @@ const (
 	maxTries = 2
 	// ownSketches is how many roots of a pass have their sketch kept.
 	ownSketches = 8192
+	// compactGroups is after how many groups blobs are moved together: what
+	// has been replaced leaves slabs half empty, and a wait may end any time.
+	compactGroups = 8
 )
 
 // A deepener is what the workers of one deepening share.
@@ -51,6 +54,9 @@ type deepener struct {
 	errOnce sync.Once
 	failed  atomic.Bool
 	err     error
+
+	// compactMu is held by the worker that moves blobs.
+	compactMu sync.Mutex
 
 	// own finds roots of this pass.
 	ownMu sync.Mutex
@@ -84,6 +90,10 @@ func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	defer b.passMu.Unlock()
 	d := &deepener{b: b, stop: b.stopFunc(stop)}
 	if err := b.passError(d.stop); err != nil {
+		return 0, err
+	}
+	// First what the last step has left.
+	if err := b.compact(d.stop); err != nil {
 		return 0, err
 	}
 	b.table.visit(func(first, end uint64) bool {
@@ -129,6 +139,13 @@ func (d *deepener) work() {
 			break
 		}
 		w.group(d.groups[i])
+		if i%compactGroups == compactGroups-1 && d.compactMu.TryLock() {
+			if err := b.compact(d.stop); err != nil {
+				d.fail(err)
+			}
+			d.compactMu.Unlock()
+			w.rootBlob = 0 // it may be elsewhere
+		}
 	}
 	b.restorers.Put(w.r)
 	b.putEncoder(w.e)

@@ -66,7 +66,7 @@ func TestStress(t *testing.T) {
 			// Few restorers, a small unit and a store that is always full.
 			o.Restorers, o.MapUnit, o.StoreMax, o.Workers = 1, PageSize, 1<<20, 2
 		}, func(*faults) {}},
-		{"template", func(o *Options) {}, func(*faults) {}},
+		{"template", func(o *Options) { o.Workers = 3 }, func(*faults) {}},
 		{"faults", func(o *Options) {
 			o.NoMemoryTimeout = 5 * time.Millisecond
 			o.StoreMax = 2 << 20
