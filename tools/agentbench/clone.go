@@ -128,6 +128,7 @@ func (c *clone) state(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("%s clone %d, digest of its whole state: %w", c.e.key.System, c.index, err)
 	}
+	c.beginWait()
 	c.answers = append(c.answers, answer)
 	if _, err := resultOf(answer); err != nil {
 		c.e.problem(true, "clone %d, digest of its whole state: %v", c.index, err)

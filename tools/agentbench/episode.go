@@ -17,6 +17,9 @@ import (
 const (
 	// quietLimit is the longest time that an episode waits for other programs.
 	quietLimit = 15 * time.Second
+	// settleLimit is the longest time that clones get to become small before
+	// they are ended.
+	settleLimit = 10 * time.Second
 	// freeingTime is what the kernel takes to free all memory of what ended.
 	freeingTime = time.Second
 )
@@ -246,8 +249,12 @@ func (e *episode) verify(ctx context.Context) error {
 	return nil
 }
 
-// teardown ends the sandboxes and sees what the host gets back.
+// teardown ends the sandboxes and sees what the host gets back. They wait
+// first, as they do most of the time: the digest of their state made them large.
 func (e *episode) teardown(ctx context.Context) error {
+	if err := e.settle(ctx); err != nil {
+		return err
+	}
 	before, err := fleet.ReadHostMemory()
 	if err != nil {
 		return err
@@ -266,6 +273,26 @@ func (e *episode) teardown(ctx context.Context) error {
 	}
 	e.out.FreedBytes = int64(after.Available) - int64(before.Available)
 	return nil
+}
+
+// settle lets all clones wait until they are small, or for a limit.
+func (e *episode) settle(ctx context.Context) error {
+	e.r.progress.status("%s: letting the clones wait", e)
+	var sbs []*fleet.Sandbox
+	for _, c := range e.clones {
+		sbs = append(sbs, c.sb)
+	}
+	if _, err := quiesce(ctx, sbs, settleLimit); err != nil {
+		return err
+	}
+	sctx, cancel := context.WithTimeout(ctx, settleLimit)
+	defer cancel()
+	for _, c := range e.clones {
+		if c.swap != nil && c.swap.settle(sctx) != nil {
+			break
+		}
+	}
+	return ctx.Err()
 }
 
 // close ends what still runs and puts the host back.

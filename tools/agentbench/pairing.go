@@ -23,9 +23,10 @@ type keptPart map[sampleID]float64
 // the same wait, or stock's samples of the same repetition:
 //
 //   - What a clone of the system linux owns is not known, since one cannot look.
-//     It is estimated as what stock's clone owns in the same wait times the part
-//     of its guest memory that linux still holds: as if swapping treated pages
-//     that differ from the template's like the others.
+//     It is estimated as what stock's clone owns in the same wait, or in the
+//     nearest one that was measured, times the part of its guest memory that
+//     linux still holds: as if swapping treated pages that differ from the
+//     template's like the others.
 //   - What a counted system owns is checked from outside: the memory file and
 //     what the Sentry holds beyond stock's.
 func pairMemory(r *report.Report, kept keptPart) {
@@ -35,20 +36,24 @@ func pairMemory(r *report.Report, kept keptPart) {
 	}
 	turnOf := func(k report.Key) turn { return turn{k.Workload, k.Clones, k.Repetition} }
 	other := func(m report.Memory) float64 { return float64(m.Measured.OtherMemfd + m.Measured.Sentry.PSSAnon) }
-	owned := make(map[sampleID]uint64)
+	// What stock's clones own, by wait; the index of the key is 0.
+	owned := make(map[sampleID]map[int]uint64)
 	stockOther := make(map[turn][]float64)
 	for _, m := range r.Memory {
 		if m.System == report.Stock {
-			owned[idOf(m.Key, m.Clone, m.Index)] = m.OwnedBytes
+			clone := idOf(m.Key, m.Clone, 0)
+			if owned[clone] == nil {
+				owned[clone] = make(map[int]uint64)
+			}
+			owned[clone][m.Index] = m.OwnedBytes
 			stockOther[turnOf(m.Key)] = append(stockOther[turnOf(m.Key)], other(m))
 		}
 	}
 	for i := range r.Memory {
 		m := &r.Memory[i]
-		id := idOf(m.Key, m.Clone, m.Index)
 		if m.System == linuxName {
-			if o, ok := owned[id]; ok {
-				m.OwnedBytes = uint64(float64(o) * kept[id])
+			if o, ok := nearest(owned[idOf(m.Key, m.Clone, 0)], m.Index); ok {
+				m.OwnedBytes = uint64(float64(o) * kept[idOf(m.Key, m.Clone, m.Index)])
 				m.OwnedEstimated = true
 			}
 			continue
@@ -57,6 +62,18 @@ func pairMemory(r *report.Report, kept keptPart) {
 			m.OwnedOutsideBytes = m.Measured.GuestMemfd + uint64(max(0, other(*m)-mean(base)))
 		}
 	}
+}
+
+// nearest returns the value whose key is nearest to index; of two the earlier.
+func nearest(values map[int]uint64, index int) (value uint64, ok bool) {
+	best := 0
+	for i, v := range values {
+		d, bestD := max(i-index, index-i), max(best-index, index-best)
+		if !ok || d < bestD || d == bestD && i < best {
+			best, value, ok = i, v, true
+		}
+	}
+	return value, ok
 }
 
 // pairFaults tells, from the counters in two samples with one step between

@@ -195,20 +195,33 @@ func TestPairMemory(t *testing.T) {
 	}
 	r := &report.Report{Memory: []report.Memory{
 		memory(linuxName, 0, 3, 0, 0, 0, nil),
-		memory(linuxName, 1, 3, 0, 0, 0, nil), // stock has no such sample
+		memory(linuxName, 1, 3, 0, 0, 0, nil), // stock was measured in the next wait
 		memory(report.Stock, 0, 3, 40*mb, 0, 20*mb, nil),
 		memory(report.Stock, 1, 4, 50*mb, 0, 30*mb, nil),
 		memory(judgedName, 0, 3, 9*mb, 4*mb, 31*mb, &control.Stats{}),
 		memory(judgedName, 1, 3, 9*mb, 4*mb, 20*mb, &control.Stats{}),
+		memory(linuxName, 2, 3, 0, 0, 0, nil), // stock has no such clone
 	}}
 	pairMemory(r, keptPart{idOf(key(linuxName), 0, 3): 0.25, idOf(key(linuxName), 1, 3): 0.25})
 	assert.EqualValues(t, 10*mb, r.Memory[0].OwnedBytes)
 	assert.True(t, r.Memory[0].OwnedEstimated)
-	assert.Zero(t, r.Memory[1].OwnedBytes)
-	assert.False(t, r.Memory[1].OwnedEstimated)
+	assert.EqualValues(t, 50*mb/4, r.Memory[1].OwnedBytes)
+	assert.Zero(t, r.Memory[6].OwnedBytes)
+	assert.False(t, r.Memory[6].OwnedEstimated)
 	assert.EqualValues(t, 40*mb, r.Memory[2].OwnedBytes)
 	assert.EqualValues(t, 4*mb+6*mb, r.Memory[4].OwnedOutsideBytes)
 	assert.EqualValues(t, 4*mb, r.Memory[5].OwnedOutsideBytes, "a smaller Sentry hides nothing of the memory file")
+}
+
+func TestNearest(t *testing.T) {
+	values := map[int]uint64{-1: 1, 4: 2, 8: 3}
+	for index, want := range map[int]uint64{-1: 1, 1: 1, 2: 2, 4: 2, 6: 2, 7: 3, 20: 3} {
+		got, ok := nearest(values, index)
+		assert.True(t, ok)
+		assert.Equal(t, want, got, index)
+	}
+	_, ok := nearest(nil, 0)
+	assert.False(t, ok)
 }
 
 func TestPairFaults(t *testing.T) {

@@ -67,8 +67,9 @@ type swapper struct {
 	stop func() // of the wait that goes on
 	// cpu is what swapping out has taken. It is the system's work, done in the
 	// name of this process.
-	cpu  time.Duration
-	busy sync.WaitGroup
+	cpu time.Duration
+	// done is closed when what the last arm began has ended.
+	done chan struct{}
 }
 
 func (s *swapSpace) swapper(clone int) (*swapper, error) {
@@ -87,11 +88,18 @@ func (s *swapper) startOptions() []fleet.StartOption {
 // arm has the clone's memory swapped out after a while, unless disarmed before.
 func (s *swapper) arm(after time.Duration) {
 	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
 	s.mu.Lock()
 	s.stop = cancel
+	before := s.done
+	s.done = done
 	s.mu.Unlock()
-	s.busy.Go(func() {
+	go func() {
+		defer close(done)
 		defer cancel()
+		if before != nil {
+			<-before
+		}
 		if sleep(ctx, after) != nil {
 			return
 		}
@@ -102,7 +110,7 @@ func (s *swapper) arm(after time.Duration) {
 		s.mu.Lock()
 		s.cpu += r.CPU
 		s.mu.Unlock()
-	})
+	}()
 }
 
 // disarm ends a wait: what is not swapped out by now stays. It does not hold
@@ -123,10 +131,26 @@ func (s *swapper) cpuTime() time.Duration {
 	return s.cpu
 }
 
-// close waits for what goes on.
+// settle waits until the clone's memory is swapped out, if it waits.
+func (s *swapper) settle(ctx context.Context) error {
+	s.mu.Lock()
+	done := s.done
+	s.mu.Unlock()
+	if done == nil {
+		return nil
+	}
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// close ends what goes on.
 func (s *swapper) close() {
 	s.disarm()
-	s.busy.Wait()
+	s.settle(context.Background())
 }
 
 // measure completes a sample without looking at guest pages, which would bring
