@@ -50,7 +50,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test agentbench-test bazel-test buildgen bench bench-agents deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test agentbench-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -144,6 +144,15 @@ bench-agents: check-root build stock ## Measure what agents' sandboxes cost, sid
 		--json out/agents.json --html out/agents.html $(AGENTS_FLAGS)
 	bin/agentbench run --workload swe --clones 8 --systems stock,ablation \
 		--json out/agents-ablation.json --html out/agents-ablation.html $(AGENTS_FLAGS)
+
+# AGENTZIP_PAGES: a folder with the sample pages (b_tmpl.bin, b_c0.bin, ...).
+# AGENTZIP_DUMPS: a folder with memory files of sandboxes, NAME_c0.mem, and of their
+# templates, NAME_tmpl.mem, as pkg/fleet's SnapshotGuest writes them.
+bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and AGENTZIP_DUMPS
+	@[ -n "$(AGENTZIP_PAGES)$(AGENTZIP_DUMPS)" ] || { \
+		echo "make: set AGENTZIP_PAGES to a folder of sample pages, AGENTZIP_DUMPS to one of memory files, or both" >&2; exit 1; }
+	$(STATIC) test $(TEST) -trimpath -run '^$$' -bench 'SampleBase|Forms|Candidates' -benchmem $(BENCH_FLAGS) ./memfile/codec
+	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
 	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))

@@ -142,7 +142,11 @@ type Backend struct {
 	frees  frees
 	closed atomic.Bool
 
-	encoders sync.Pool
+	encoders    sync.Pool
+	deepWorkers sync.Pool
+
+	// passBytes is memory that a running pass holds, beyond the pools.
+	passBytes atomic.Int64
 
 	// template and extents say which pages of the file are, or were when the
 	// file was loaded, equal to which pages of a template. They are set while
@@ -182,6 +186,7 @@ func New(host Host, opts Options) (*Backend, error) {
 	}
 	b.restorers.New = func() any { return new(restorer) }
 	b.encoders.New = func() any { return newEncoder() }
+	b.deepWorkers.New = func() any { return new(deepWorker) }
 	b.waiters.init()
 	return b, nil
 }
@@ -189,7 +194,11 @@ func New(host Host, opts Options) (*Backend, error) {
 // Extend tells the Backend that the file now has size bytes. It must precede
 // any access to the new pages.
 func (b *Backend) Extend(size uint64) error {
-	return b.table.extend((size + PageSize - 1) >> pageShift)
+	pages := (size + PageSize - 1) >> pageShift
+	if pages > maxPages {
+		return fmt.Errorf("memory file of %d bytes: at most %d are supported", size, uint64(maxPages)<<pageShift)
+	}
+	return b.table.extend(pages)
 }
 
 // NonResident is the counter that must be zero for Gate to be skipped.
@@ -339,9 +348,7 @@ func (b *Backend) drop(start, end uint64, keep word) {
 // forget frees what the word of a page that is no longer evicted refers to.
 func (b *Backend) forget(w word) {
 	b.stats.form(tagOf(w)).Add(-1)
-	if h := handleOf(w); h != 0 {
-		b.store.Free(h)
-	}
+	b.discard(w)
 }
 
 // Pin makes the pages in [start, end) resident and keeps them so until they

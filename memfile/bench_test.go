@@ -93,6 +93,36 @@ func BenchmarkEvict(b *testing.B) {
 	}
 }
 
+// BenchmarkDeepen stores 4096 evicted pages as small as it gets. Nothing is
+// allocated per page.
+func BenchmarkDeepen(b *testing.B) {
+	for _, workers := range []int{1, 2} {
+		b.Run(fmt.Sprintf("workers-%d", workers), func(b *testing.B) {
+			const n = 4096
+			opts := DefaultOptions()
+			opts.Workers = workers
+			f, fill := benchFixture(b, n, opts)
+			b.ReportAllocs()
+			replaced := uint64(0)
+			for b.Loop() {
+				b.StopTimer()
+				f.b.Drop(f.r.Start, f.r.End)
+				fill()
+				if _, err := f.b.Evict(EvictOptions{Tier: codec.TierMid}); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+				k, err := f.b.Deepen(nil)
+				if err != nil {
+					b.Fatal(err)
+				}
+				replaced += k
+			}
+			b.ReportMetric(float64(replaced)/b.Elapsed().Seconds(), "replaced/s")
+		})
+	}
+}
+
 // BenchmarkRestore restores 16 MiB in units of different sizes, on one core.
 func BenchmarkRestore(b *testing.B) {
 	for _, tier := range []codec.Tier{codec.TierFast, codec.TierDeep} {

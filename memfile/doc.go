@@ -21,8 +21,8 @@
 //   - Committing: an eviction has stored the page and is freeing it in the
 //     file. Whoever accesses the page waits.
 //   - Evicted: the file has a hole; the word tells where the stored form is.
-//   - Busy: somebody is turning an evicted page into a resident one or
-//     replacing its stored form. Whoever accesses the page waits.
+//   - Busy: somebody is turning an evicted page into a resident one, reading,
+//     moving or replacing its stored form. Whoever accesses the page waits.
 //
 // Transitions, all by compare-and-swap on the word:
 //
@@ -32,7 +32,7 @@
 //	candidate -> committing           Evict
 //	candidate -> raw                  Evict
 //	committing -> evicted, candidate  Evict (candidate if freeing failed)
-//	evicted -> busy                   Gate, Prefetch, BeginSave, Deepen, Check
+//	evicted -> busy                   Gate, Prefetch, BeginSave, Deepen, compact, Check
 //	busy -> resident, evicted         the same
 //	evicted -> resident               Drop, without restoring
 //
@@ -45,11 +45,25 @@
 // no accessor, and the transition to committing by compare-and-swap decides
 // between an accessor and the eviction.
 //
+// # Stored forms
+//
+// An eviction stores a page in the form that its tier of the codec finds, alone
+// or relative to the template's page at the same place. Deepening, which goes on
+// while a wait lasts, replaces forms by smaller ones and also looks for bases
+// elsewhere: see deepen.go for which, blob.go for how pages refer to each other,
+// and package dedup for what it gains. Whoever deepens holds at most two pages
+// busy, the one at work and for a moment the page of a root, and never waits for
+// one that somebody else has: it does without. At the end blobs are moved so
+// that each size class of the store has as few slabs as it can (compact.go);
+// what a store holds beyond its blobs' slots is then less than one slab, 4 to
+// 32 KiB, per class.
+//
 // # Templates
 //
 // A file loaded from an uncompressed checkpoint begins with evicted pages whose
 // stored form is the template's page (Adopt). An eviction that finds a page equal
-// to the template's stores nothing; other pages may be stored relative to it.
+// to the template's stores nothing; other pages may be stored relative to it, or
+// to any other page of the template.
 //
 // An application may map the template's pages, read-only, while they are evicted
 // in that form, if they are private: written to in place only by a memory manager

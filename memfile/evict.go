@@ -22,9 +22,26 @@ type encoder struct {
 	base [batchPages * PageSize]byte
 	out  [codec.MaxEncoded]byte
 	word [batchPages]word
+
+	// alt and spare are for forms that compete with the one in out.
+	alt, spare []byte
 }
 
-func newEncoder() *encoder { return &encoder{enc: codec.NewEncoder()} }
+func newEncoder() *encoder {
+	return &encoder{
+		enc:   codec.NewEncoder(),
+		alt:   make([]byte, codec.MaxEncoded),
+		spare: make([]byte, codec.MaxEncoded),
+	}
+}
+
+// putEncoder gives an encoder back after its counts have been added up.
+func (b *Backend) putEncoder(e *encoder) {
+	for tag, c := range e.enc.TakeCounts() {
+		b.stats.codec[tag].add(c)
+	}
+	b.encoders.Put(e)
+}
 
 // EvictOptions are the parameters of one eviction.
 type EvictOptions struct {
@@ -259,7 +276,7 @@ func (b *Backend) writeOut(marked []Range, tier codec.Tier, stop func() bool, re
 	}
 	work := func() {
 		e := b.encoders.Get().(*encoder)
-		defer b.encoders.Put(e)
+		defer b.putEncoder(e)
 		for {
 			r, ok := take()
 			if !ok {
@@ -298,6 +315,8 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 
 	haveBase := b.readBases(e.base[:len(in)], first)
 
+	same := uint64(0)
+	defer func() { b.stats.codec[codec.TagTemplate].add(codec.Count{Tries: same, Wins: same}) }()
 	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
 	// or 0.
 	for i := range n {
@@ -311,11 +330,18 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		if haveBase>>i&1 != 0 {
 			input.Base = (*codec.Page)(e.base[i*PageSize:])
 			if *page == *input.Base {
+				same++
 				e.word[i] = evictedWord(codec.TagTemplate, 0)
 				continue
 			}
 		}
 		tag, size, why := e.enc.Encode(e.out[:], input)
+		if tag == codec.TagInvalid && tier != codec.TierFast && why != codec.RejectForm {
+			// Few pages come here, and a page that stays costs as much as ten
+			// others: a third of them have a form after all.
+			input.Tier = codec.TierMax
+			tag, size, why = e.enc.Encode(e.out[:], input)
+		}
 		if tag == codec.TagInvalid {
 			b.stats.rejects[rejectCodec+int(why)].Add(1)
 			rejected += b.rejectPage(at)
@@ -325,16 +351,13 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			e.word[i] = evictedWord(tag, 0)
 			continue
 		}
-		h, err := b.put(codec.Sum(page), first+uint64(i), tag, e.out[:size])
+		h, err := b.put(codec.Sum(page), first+uint64(i), tag, baseRef{}, e.out[:size])
 		if err != nil {
 			// Not raw: the next eviction may find room.
 			b.stats.rejects[rejectStore].Add(1)
 			continue
 		}
 		e.word[i] = evictedWord(tag, h)
-		if tier == codec.TierDeep {
-			e.word[i] |= deep
-		}
 	}
 
 	// Commit runs of pages that are still candidates.
@@ -405,96 +428,6 @@ func (b *Backend) rejectPage(at *word) uint64 {
 	return 1
 }
 
-// put stores an encoded page.
-func (b *Backend) put(sum, page uint64, tag codec.Tag, enc []byte) (arena.Handle, error) {
-	h, dst, err := b.store.Alloc(blobHeader + len(enc))
-	if err != nil {
-		return 0, err
-	}
-	putHeader(dst, sum, page, tag, len(enc))
-	copy(dst[blobHeader:], enc)
-	if n := b.stats.stored.Add(1); n == b.opts.TestCorrupt {
-		dst[blobHeader+len(enc)/2] ^= 0x10
-	}
-	return h, nil
-}
-
-// discard frees the blob of a page that was not evicted after all.
-func (b *Backend) discard(w word) {
-	if h := handleOf(w); h != 0 {
-		b.store.Free(h)
-	}
-}
-
-// Deepen stores pages that are not in the smallest form yet again, where that
-// makes them at least a twentieth smaller. It returns how many it replaced.
-func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
-	b.passMu.Lock()
-	defer b.passMu.Unlock()
-	stop = b.stopFunc(stop)
-	if err := b.passError(stop); err != nil {
-		return 0, err
-	}
-	e := b.encoders.Get().(*encoder)
-	defer b.encoders.Put(e)
-	// Not acquireRestorer: accesses should not have one less meanwhile.
-	r := b.restorers.Get().(*restorer)
-	defer b.restorers.Put(r)
-	page := (*codec.Page)(r.buf[:PageSize])
-	b.table.visit(func(first, end uint64) bool {
-		for p := first; p < end; p++ {
-			at := b.table.at(p)
-			w := atomic.LoadUint64(at)
-			if w&stateMask != evicted || w&deep != 0 || handleOf(w) == 0 {
-				continue
-			}
-			if err = b.passError(stop); err != nil {
-				return false
-			}
-			if !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
-				continue
-			}
-			if neww := b.deepenPage(e, r, page, p, w); neww != w {
-				atomic.StoreUint64(at, neww)
-				b.waiters.wake(p, p+1)
-				b.forget(w)
-				replaced++
-			} else {
-				atomic.StoreUint64(at, w|deep)
-				b.waiters.wake(p, p+1)
-			}
-		}
-		return true
-	})
-	return replaced, err
-}
-
-// deepenPage stores a busy page again, in a smaller form, and returns the word
-// for it, or w if there is no form that is much smaller.
-func (b *Backend) deepenPage(e *encoder, r *restorer, page *codec.Page, p uint64, w word) word {
-	if err := b.load(r, page, p, w); err != nil {
-		b.corrupt(err)
-	}
-	_, old, err := b.blob(p, tagOf(w), handleOf(w))
-	if err != nil {
-		b.corrupt(err)
-	}
-	input := codec.Input{Page: page, Tier: codec.TierDeep}
-	if b.readBases(e.base[:PageSize], p) != 0 {
-		input.Base = (*codec.Page)(e.base[:])
-	}
-	tag, size, _ := e.enc.Encode(e.out[:], input)
-	if tag == codec.TagInvalid || size == 0 || size > len(old)*19/20 {
-		return w
-	}
-	h, err := b.put(codec.Sum(page), p, tag, e.out[:size])
-	if err != nil {
-		return w
-	}
-	b.stats.form(tag).Add(1)
-	return evictedWord(tag, h) | deep
-}
-
 // CheckResult is what Check found.
 type CheckResult struct {
 	// Stored is how many pages were evicted when Check came to them.
@@ -506,8 +439,8 @@ type CheckResult struct {
 const checkMax = 100
 
 // Check decodes and verifies every evicted page, verifies that every blob in
-// the store belongs to exactly one page, and that counters agree with the page
-// table. The sandbox keeps running; a page under check delays its access by a
+// the store belongs to exactly one page or is a root of others, that references
+// are counted right, and that counters agree with the page table. The sandbox keeps running; a page under check delays its access by a
 // decode.
 func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	b.passMu.Lock()
@@ -556,8 +489,14 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	for try := 0; ; try++ {
 		gen, quiet := b.frees.begin()
 		var stored int64
+		var refs map[arena.Handle]rootRefs
 		if quiet {
+			refs = b.rootRefs()
 			err = b.store.Check(func(yield func(arena.Handle, int) bool) {
+				give := func(h arena.Handle) bool {
+					blob, _ := b.store.Bytes(h)
+					return yield(h, len(blob))
+				}
 				b.table.visit(func(first, end uint64) bool {
 					for p := first; p < end; p++ {
 						w := atomic.LoadUint64(b.table.at(p))
@@ -566,14 +505,22 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 						}
 						stored++
 						if h := handleOf(w); h != 0 {
-							blob, _ := b.store.Bytes(h)
-							if !yield(h, len(blob)) {
+							if r, ok := refs[h]; ok {
+								r.owners++
+								refs[h] = r
+							}
+							if !give(h) {
 								return false
 							}
 						}
 					}
 					return true
 				})
+				for h, r := range refs {
+					if r.owners == 0 && !give(h) {
+						return
+					}
+				}
 			})
 		}
 		counted, gated := int64(b.stats.evictedPages()), b.nonResident.Load()
@@ -581,6 +528,7 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 			if err != nil {
 				problem("%v", err)
 			}
+			b.checkRoots(refs, problem)
 			if counted != stored {
 				problem("%d pages are evicted, counted %d", stored, counted)
 			}
@@ -594,6 +542,67 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
+}
+
+// rootRefs says who refers to a root.
+type rootRefs struct{ dependants, owners int }
+
+// rootRefs returns the roots that pages depend on.
+func (b *Backend) rootRefs() map[arena.Handle]rootRefs {
+	refs := map[arena.Handle]rootRefs{}
+	b.table.visit(func(first, end uint64) bool {
+		for p := first; p < end; p++ {
+			w := atomic.LoadUint64(b.table.at(p))
+			if st := w & stateMask; st != evicted && st != busy || handleOf(w) == 0 || !hasBase(tagOf(w)) {
+				continue
+			}
+			if s, err := b.parse(handleOf(w)); err == nil && s.base.kind == baseRoot {
+				r := refs[arena.Handle(s.base.n)]
+				r.dependants++
+				refs[arena.Handle(s.base.n)] = r
+			}
+		}
+		return true
+	})
+	return refs
+}
+
+// checkRoots compares the references that blobs count with those there are.
+func (b *Backend) checkRoots(refs map[arena.Handle]rootRefs, problem func(string, ...any)) {
+	orphans := int64(0)
+	for h, r := range refs {
+		s, err := b.parse(h)
+		if err != nil {
+			continue // said so by the store
+		}
+		if n := r.dependants + r.owners; s.head.refs() != n {
+			problem("the root of the page at %#x has %d references, counts %d", s.head.page()<<pageShift, n, s.head.refs())
+		}
+		if orphan := s.head&headOrphan != 0; orphan != (r.owners == 0) {
+			problem("the root of the page at %#x is an orphan: %t, and has %d owners", s.head.page()<<pageShift, orphan, r.owners)
+		}
+		if r.owners == 0 {
+			orphans++
+		}
+	}
+	if n := b.stats.orphans.Load(); n != orphans {
+		problem("%d roots are orphans, counted %d", orphans, n)
+	}
+	b.table.visit(func(first, end uint64) bool {
+		for p := first; p < end; p++ {
+			w := atomic.LoadUint64(b.table.at(p))
+			if w&stateMask != evicted || handleOf(w) == 0 {
+				continue
+			}
+			if _, ok := refs[handleOf(w)]; ok {
+				continue
+			}
+			if s, err := b.parse(handleOf(w)); err == nil && s.head.refs() != 1 {
+				problem("the blob of the page at %#x counts %d references but has one", p<<pageShift, s.head.refs())
+			}
+		}
+		return true
+	})
 }
 
 // frees tells Check whether a page was taken out of the store meanwhile, by

@@ -15,6 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
+
+	"runsc-agentzip/memfile/dedup"
 )
 
 // What follows is a small Sentry: a memory file (a real one, so that holes,
@@ -801,6 +803,15 @@ func (t fakeTemplate) ReadPages(dst []byte, n uint64) error {
 	return nil
 }
 
+// Similar returns pages at random, some of which are of the same kind.
+func (t fakeTemplate) Similar(s *dedup.Sketch, best []dedup.Match) (n int) {
+	for n < min(s.N, len(best)) && len(t) != 0 {
+		best[n] = dedup.Match{Item: s.Feature[n] % uint32(len(t)), Shared: 2}
+		n++
+	}
+	return n
+}
+
 // pageOf returns the number of the template's page for a page of the file.
 func (t fakeTemplate) pageOf(p uint64) uint64 {
 	for i := range t {
@@ -1041,7 +1052,7 @@ func (h *fakeHost) verifyBackend(tb tester) {
 		equal(fmt.Sprintf("pages in form %d", i), b.stats.forms[i].Load(), tags[i])
 	}
 	equal("evicted pages", int64(b.stats.evictedPages()), states[evicted])
-	equal("blobs", int64(b.store.Stats().Blobs), int64(blobs))
+	equal("blobs", int64(b.store.Stats().Blobs), int64(blobs)+b.stats.orphans.Load())
 	equal("evicted in total", int64(b.stats.evictedTotal.Load()+h.adopted), int64(b.stats.restored.Load()+b.stats.dropped.Load())+states[evicted])
 	equal("restored by cause", int64(b.stats.demand.Load()+b.stats.prefetched.Load()+b.stats.saved.Load()), int64(b.stats.restored.Load()))
 	equal("waiters", b.waiters.waiting.Load(), 0)

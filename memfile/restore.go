@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"runsc-agentzip/memfile/arena"
 	"runsc-agentzip/memfile/codec"
 )
 
@@ -22,6 +23,11 @@ type restorer struct {
 	base  codec.Page
 	buf   [restoreMax * PageSize]byte
 	words [restoreMax]word
+
+	// root is the blob of the root that was needed last, or 0, and rootPage
+	// the page that it is of. See loadNext.
+	root     arena.Handle
+	rootPage *codec.Page
 }
 
 // acquireRestorer waits until it may hand out a restorer.
@@ -43,6 +49,7 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 	start := time.Now()
 	r := b.acquireRestorer()
 	defer b.releaseRestorer(r)
+	r.root = 0
 
 	// Claim.
 	n := uint64(0)
@@ -68,7 +75,7 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 					b.corrupt(&errCorrupt{first + i, codec.TagTemplate, err.Error()})
 				}
 				loaded = i + k
-			} else if err := b.load(r, (*codec.Page)(r.buf[i*PageSize:]), first+i, r.words[i]); err != nil {
+			} else if err := b.loadNext(r, (*codec.Page)(r.buf[i*PageSize:]), first+i, r.words[i]); err != nil {
 				b.corrupt(err)
 			}
 			continue

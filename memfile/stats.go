@@ -41,6 +41,60 @@ type counters struct {
 	checksumFailures                   atomic.Uint64
 	rejects                            [numRejects]atomic.Uint64
 	restoreNS, evictNS                 histogram
+
+	// orphans are the roots whose pages have left the store.
+	orphans atomic.Int64
+	// moved counts blobs that were moved to fill slabs.
+	moved atomic.Uint64
+
+	codec  [codec.NumTags]stageCount
+	stages [numStages]stageCount
+}
+
+// A stage is a kind of base that a search finds.
+type stage int
+
+const (
+	stageTemplate stage = iota
+	stageOwn
+	stageNeighbour
+	numStages
+)
+
+var stageNames = [numStages]string{"search-template", "search-own", "search-neighbour"}
+
+// A stageCount counts what came of a stage.
+type stageCount struct {
+	tries, wins, bytes, rejects, ns atomic.Uint64
+}
+
+// tried counts an attempt that took so long and ended with n bytes, or 0 if
+// there was nothing to gain.
+func (c *stageCount) tried(n int, took time.Duration) {
+	c.tries.Add(1)
+	c.ns.Add(uint64(took))
+	if n == 0 {
+		c.rejects.Add(1)
+	}
+}
+
+func (c *stageCount) won(n int) {
+	c.wins.Add(1)
+	c.bytes.Add(uint64(n))
+}
+
+func (c *stageCount) add(n codec.Count) {
+	if n.Tries|n.Wins == 0 {
+		return
+	}
+	c.tries.Add(n.Tries)
+	c.wins.Add(n.Wins)
+	c.bytes.Add(n.Bytes)
+	c.rejects.Add(n.Rejects)
+}
+
+func (c *stageCount) snapshot() control.Stage {
+	return control.Stage{Tries: c.tries.Load(), Wins: c.wins.Load(), Bytes: c.bytes.Load(), Rejects: c.rejects.Load(), NS: c.ns.Load()}
 }
 
 func (c *counters) form(t codec.Tag) *atomic.Int64 {
@@ -100,7 +154,7 @@ func (b *Backend) Stats() control.Stats {
 	st := b.store.Stats()
 	s.ResidentBytes = held
 	s.StoreBytes = st.HeldBytes
-	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes + b.history.MetadataBytes()
+	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes + b.history.MetadataBytes() + uint64(max(b.passBytes.Load(), 0))
 	s.OwnedBytes = s.ResidentBytes + s.StoreBytes + s.MetadataBytes + s.PoolShareBytes
 	s.GuestBytes = held + b.EvictedBytes()
 
@@ -132,6 +186,20 @@ func (b *Backend) Stats() control.Stats {
 			s.Rejects[rejectName(i)] = n
 		}
 	}
+	s.Stages = map[string]control.Stage{}
+	stage := func(name string, c *stageCount) {
+		if n := c.snapshot(); n != (control.Stage{}) {
+			s.Stages[name] = n
+		}
+	}
+	for tag := range b.stats.codec {
+		stage(codec.Tag(tag).String(), &b.stats.codec[tag])
+	}
+	for i := range b.stats.stages {
+		stage(stageNames[i], &b.stats.stages[i])
+	}
+	s.OrphanBlobs = uint64(max(b.stats.orphans.Load(), 0))
+	s.MovedBlobs = b.stats.moved.Load()
 	if n := b.stats.busyPasses.Load(); n != 0 {
 		s.Rejects["pass_gave_up_busy"] = n
 	}

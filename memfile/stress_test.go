@@ -66,7 +66,7 @@ func TestStress(t *testing.T) {
 			// Few restorers, a small unit and a store that is always full.
 			o.Restorers, o.MapUnit, o.StoreMax, o.Workers = 1, PageSize, 1<<20, 2
 		}, func(*faults) {}},
-		{"template", func(o *Options) {}, func(*faults) {}},
+		{"template", func(o *Options) { o.Workers = 3 }, func(*faults) {}},
 		{"faults", func(o *Options) {
 			o.NoMemoryTimeout = 5 * time.Millisecond
 			o.StoreMax = 2 << 20
@@ -230,8 +230,8 @@ func (s *stress) run(t *testing.T, d time.Duration) {
 	close(s.stop)
 	s.wg.Wait()
 
-	t.Logf("outcomes %v; template reads %d, evicted %d, restored %d, dropped %d, aborted %d, out of memory %d, rejects %v",
-		outcomes, h.templateReads.Load(), b.stats.evictedTotal.Load(), b.stats.restored.Load(), b.stats.dropped.Load(), b.stats.aborted.Load(), b.stats.noMemory.Load(), b.Stats().Rejects)
+	t.Logf("outcomes %v; template reads %d, evicted %d, restored %d, dropped %d, aborted %d, out of memory %d, rejects %v, stages %v, moved %d",
+		outcomes, h.templateReads.Load(), b.stats.evictedTotal.Load(), b.stats.restored.Load(), b.stats.dropped.Load(), b.stats.aborted.Load(), b.stats.noMemory.Load(), b.Stats().Rejects, b.Stats().Stages, b.stats.moved.Load())
 	h.faults.noMemoryIn.Store(0)
 	h.faults.readIn.Store(0)
 	h.faults.punchIn.Store(0)

@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 // A Template is an immutable sequence of pages that many sandboxes share.
@@ -15,6 +16,13 @@ type Template interface {
 	// ReadPages fills dst with pages from page n on, or fails if they are not
 	// what they were when the template was made.
 	ReadPages(dst []byte, n uint64) error
+}
+
+// A Searcher is a Template that finds pages which resemble another.
+type Searcher interface {
+	// Similar puts pages that resemble the one that s is the sketch of into
+	// best, the most similar first, and returns how many there are.
+	Similar(s *dedup.Sketch, best []dedup.Match) int
 }
 
 // An extent says that n pages of the file from page on are those of the
@@ -84,6 +92,14 @@ func (b *Backend) readTemplate(dst []byte, page uint64) error {
 		return fmt.Errorf("the template has no page for it")
 	}
 	return b.template.ReadPages(dst, e.tpl+page-e.page)
+}
+
+// readTemplatePage fills dst with page n of the template.
+func (b *Backend) readTemplatePage(dst *codec.Page, n uint64) error {
+	if b.template == nil || n >= b.template.Pages() {
+		return fmt.Errorf("the template has no page %d", n)
+	}
+	return b.template.ReadPages(dst[:], n)
 }
 
 // readBases fills dst with the template's pages for the file's pages from page

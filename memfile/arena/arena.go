@@ -34,13 +34,21 @@
 //	slabs <= ceil(most slots ever used at one time / slots per slab)
 //
 // counted since the class was last empty, and HeldBytes is at most the sum of
-// that over the classes. Nothing is moved, so after frees at random this bound
-// may be reached: of 40000 blobs, freeing half at random returns 2 % of the
-// memory, freeing 90 % returns 44 %. Allocation takes the fullest slabs first
-// (in eighths), so that the sparse ones run empty: when a third of the blobs is
-// replaced over and over, HeldBytes stays below 1.1 times the blobs' bytes.
-// [Arena.Sparse] says which blobs the caller may move to get the rest back.
-// What is free in one class does not serve another before its slab is empty.
+// that over the classes. After frees at random this bound may be reached: of
+// 40000 blobs, freeing half at random returns 2 % of the memory, freeing 90 %
+// returns 44 %. Allocation takes the fullest slabs first (in eighths), so that
+// the sparse ones run empty: when a third of the blobs is replaced over and over,
+// HeldBytes stays below 1.1 times the blobs' bytes.
+//
+// The arena cannot move blobs, but [Arena.Sparse] says which ones the caller may
+// move to get the rest back. It returns blobs as long as the emptiest slab of a
+// class fits into the free slots of the others. Once it returns none, a class
+// has less than one slab's slots free, and so
+//
+//	slabs = ceil(slots in use / slots per slab)
+//
+// which is Stats.PackedBytes over all classes: no arrangement needs fewer. What
+// is free in one class does not serve another before its slab is empty.
 //
 // Bookkeeping: 32 bytes per slab and 4 bytes per page of it, in the segment's
 // mapping, counted in MetadataBytes by whole pages. With compressed pages that
@@ -306,6 +314,9 @@ type Stats struct {
 	// from the host for blobs. Pages of a slab that were never written to are
 	// included, although the host has not provided them yet.
 	HeldBytes uint64
+	// PackedBytes is what HeldBytes would be if every class had as few slabs
+	// as its blobs need. Moving the blobs that Sparse returns gets there.
+	PackedBytes uint64
 	// MetadataBytes is everything else: bookkeeping in the segments, by whole
 	// pages that may have been touched, and Go objects.
 	MetadataBytes uint64
@@ -323,6 +334,8 @@ func (a *Arena) Stats() Stats {
 		s.Blobs += c.blobs
 		s.BlobBytes += c.bytes
 		s.SlotBytes += c.blobs * uint64(geometry[i].size)
+		slots := uint64(geometry[i].slots)
+		s.PackedBytes += (c.blobs + slots - 1) / slots * uint64(geometry[i].pages) * pageSize
 		c.mu.Unlock()
 	}
 	a.pagesMu.Lock()

@@ -68,6 +68,9 @@ func TestSparse(t *testing.T) {
 	if after > 1.15 || moves > len(live)*2 {
 		t.Error("not compact")
 	}
+	if s := a.Stats(); s.HeldBytes != s.PackedBytes {
+		t.Errorf("the slabs have %d bytes, %d are needed", s.HeldBytes, s.PackedBytes)
+	}
 	for h, n := range live {
 		b, err := a.Bytes(h)
 		if err != nil || len(b) != n {

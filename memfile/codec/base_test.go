@@ -22,6 +22,7 @@ type pair struct {
 // that must hold.
 func roundTripBase(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder, p, base *Page) {
 	before, beforeBase := *p, *base
+	against(t, e, d, p, base)
 	for _, tier := range tiers {
 		var buf, alone [MaxEncoded]byte
 		tag, n, why := e.Encode(buf[:], Input{Page: p, Base: base, Tier: tier})
@@ -62,6 +63,36 @@ func roundTripBase(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder
 				t.Fatalf("%v: %v without base: %v", tier, tag, err)
 			}
 		}
+	}
+}
+
+// against does the same with EncodeAgainst, within several limits.
+func against(t interface{ Fatalf(string, ...any) }, e *Encoder, d *Decoder, p, base *Page) {
+	before, beforeBase := *p, *base
+	limit := MaxEncoded + 100
+	for limit > 0 {
+		var buf [MaxEncoded + 100]byte
+		tag, n := e.EncodeAgainst(buf[:], p, base, limit)
+		if *p != before || *base != beforeBase {
+			t.Fatalf("EncodeAgainst changed its input")
+		}
+		if tag == TagInvalid {
+			if n != 0 {
+				t.Fatalf("nothing in %d bytes", n)
+			}
+			return
+		}
+		if tag != TagWordDelta && tag != TagZstdBase || n < 1 || n > limit || n > MaxEncoded {
+			t.Fatalf("%v of %d bytes, limit %d", tag, n, limit)
+		}
+		if *p == *base && n > 8 {
+			t.Fatalf("%v of %d bytes for a page that equals its base", tag, n)
+		}
+		var got Page
+		if err := d.Decode(&got, tag, buf[:n], base); err != nil || got != *p {
+			t.Fatalf("%v of %d bytes restores another page (%v)", tag, n, err)
+		}
+		limit = n - 1
 	}
 }
 

@@ -37,7 +37,37 @@ type Encoder struct {
 	mid, deep *zstd.Encoder
 	words     *wordEncoder
 	lz        *lzEncoder
+	counts    [NumTags]Count
 	scratch   [scratchSize]byte
+}
+
+// TakeCounts returns what the Encoder has counted since the last call, by the
+// form's tag. A library's form counts as one of its tag.
+func (e *Encoder) TakeCounts() [NumTags]Count {
+	c := e.counts
+	e.counts = [NumTags]Count{}
+	return c
+}
+
+// tried counts a form with a blob of n bytes, or -1 if it has none.
+func (e *Encoder) tried(tag Tag, n int) {
+	e.counts[tag].Tries++
+	if n < 0 {
+		e.counts[tag].Rejects++
+	}
+}
+
+func (e *Encoder) won(tag Tag, n int) {
+	e.counts[tag].Wins++
+	e.counts[tag].Bytes += uint64(n)
+}
+
+// orNone is the length of a form for tried.
+func orNone(n int, why Reject) int {
+	if why != RejectNone {
+		return -1
+	}
+	return n
 }
 
 // lzEncoder makes zstd blocks, with and without a base.
@@ -70,22 +100,34 @@ func (e *Encoder) Encode(dst []byte, in Input) (tag Tag, n int, why Reject) {
 	if len(dst) < MaxEncoded {
 		panic(fmt.Sprintf("codec: Encode into %d bytes, need %d", len(dst), MaxEncoded))
 	}
-	if in.Base != nil && *in.Page == *in.Base {
-		return TagTemplate, 0, RejectNone
+	if in.Base != nil {
+		e.counts[TagTemplate].Tries++
+		if *in.Page == *in.Base {
+			e.won(TagTemplate, 0)
+			return TagTemplate, 0, RejectNone
+		}
 	}
+	e.counts[TagFill].Tries++
 	if isFill(in.Page) {
 		if w := binary.LittleEndian.Uint64(in.Page[:]); w != 0 {
 			binary.LittleEndian.PutUint64(dst, w)
+			e.won(TagFill, 8)
 			return TagFill, 8, RejectNone
 		}
+		e.won(TagZero, 0)
 		return TagZero, 0, RejectNone
 	}
 	if in.Base == nil {
 		var blob []byte
 		tag, blob, why = e.alone(in.Page, in.Tier)
-		return tag, copy(dst, blob), why
+		n = copy(dst, blob)
+	} else {
+		tag, n, why = e.withBase(dst, in)
 	}
-	return e.withBase(dst, in)
+	if why == RejectNone {
+		e.won(tag, n)
+	}
+	return tag, n, why
 }
 
 // The longest word delta that is taken at once. Beyond, other forms are tried
@@ -117,6 +159,7 @@ func (e *Encoder) withBase(dst []byte, in Input) (Tag, int, Reject) {
 		accept = acceptMid
 	}
 	n := e.wordEncoder().encode(deltaModel(), dst, in.Page, in.Base, MaxProfitable, most)
+	e.tried(TagWordDelta, n)
 	if n >= 0 && n <= accept {
 		return TagWordDelta, n, RejectNone
 	}
@@ -132,6 +175,43 @@ func (e *Encoder) withBase(dst []byte, in Input) (Tag, int, Reject) {
 		return tag, n, why
 	}
 	return tag, copy(dst, blob), why
+}
+
+// searchWords is how many words a page must share with another for a word delta
+// to be tried on the two: of the sample, those that share fewer and have a word
+// delta that is the shortest form are 1 %.
+const searchWords = words / 8
+
+// EncodeAgainst writes a representation of p relative to base, any page that
+// the decoder will have, to dst. It returns TagInvalid if there is none of at
+// most limit bytes. It is for bases that a search has found: unlike Encode it
+// writes a blob if the pages are equal, too.
+func (e *Encoder) EncodeAgainst(dst []byte, p, base *Page, limit int) (tag Tag, n int) {
+	limit = min(limit, MaxEncoded)
+	if len(dst) < limit {
+		panic(fmt.Sprintf("codec: EncodeAgainst into %d bytes, need %d", len(dst), limit))
+	}
+	changed, d := differing(p, base)
+	if d <= words-searchWords {
+		n = -1
+		w := e.wordEncoder()
+		if w.symbols(deltaModel(), p, base, &changed, d, limit) {
+			if n = w.finish(dst, limit); n >= 0 {
+				tag, limit = TagWordDelta, n-1
+			}
+		}
+		e.tried(TagWordDelta, n)
+	}
+	if tag == TagInvalid || n > acceptDeep {
+		if t, blob, why := e.zstd(TagZstdBase, p, base); why == RejectNone && len(blob) <= limit {
+			tag, n = t, copy(dst, blob)
+		}
+	}
+	if tag == TagInvalid {
+		return tag, 0
+	}
+	e.won(tag, n)
+	return tag, n
 }
 
 // alone encodes a page without a base. The blob is valid until the next call.
@@ -151,6 +231,7 @@ func (e *Encoder) alone(p *Page, tier Tier) (tag Tag, blob []byte, why Reject) {
 		return e.libraryZstd(e.deep, p)
 	}
 	n := e.wordEncoder().encode(wordsModel(), e.scratch[:], p, &zeroPage, MaxProfitable, words)
+	e.tried(TagWords, n)
 	if n < 0 || n > acceptWords {
 		tag, blob, why = e.zstd(TagZstd, p, nil)
 		if n < 0 || why == RejectNone && len(blob) <= n {
@@ -168,13 +249,14 @@ func (e *Encoder) wordEncoder() *wordEncoder {
 }
 
 // zstd makes a zstd block. base may be nil.
-func (e *Encoder) zstd(tag Tag, p, base *Page) (Tag, []byte, Reject) {
+func (e *Encoder) zstd(tag Tag, p, base *Page) (_ Tag, blob []byte, why Reject) {
+	defer func() { e.tried(tag, orNone(len(blob), why)) }()
 	if e.lz == nil {
 		e.lz = new(lzEncoder)
 	}
 	m := &e.lz.matcher
 	m.match(p, base)
-	blob := e.lz.writer.write(m.seqs, m.literals)
+	blob = e.lz.writer.write(m.seqs, m.literals)
 	if len(blob) == 0 || len(blob) >= PageSize {
 		return TagInvalid, nil, RejectIncompressible
 	}
@@ -188,7 +270,8 @@ func profitable(tag Tag, blob []byte) (Tag, []byte, Reject) {
 	return tag, blob, RejectNone
 }
 
-func (e *Encoder) s2(p *Page) (Tag, []byte, Reject) {
+func (e *Encoder) s2(p *Page) (_ Tag, blob []byte, why Reject) {
+	defer func() { e.tried(TagS2, orNone(len(blob), why)) }()
 	out := s2.Encode(e.scratch[:], p[:])
 	if len(out) >= PageSize {
 		// Possible: S2 wraps what it cannot compress in a literal.
@@ -201,13 +284,14 @@ func (e *Encoder) s2(p *Page) (Tag, []byte, Reject) {
 	return profitable(TagS2, blob)
 }
 
-func (e *Encoder) libraryZstd(z *zstd.Encoder, p *Page) (Tag, []byte, Reject) {
+func (e *Encoder) libraryZstd(z *zstd.Encoder, p *Page) (_ Tag, blob []byte, why Reject) {
+	defer func() { e.tried(TagZstd, orNone(len(blob), why)) }()
 	out := z.EncodeAll(p[:], e.scratch[:0])
 	out, ok := bytes.CutPrefix(out, []byte(zstdPrefix))
 	if !ok || len(out) <= zstdBlockHeader {
 		return TagInvalid, nil, RejectForm
 	}
-	blob := out[zstdBlockHeader:]
+	blob = out[zstdBlockHeader:]
 	switch header := uint32(out[0]) | uint32(out[1])<<8 | uint32(out[2])<<16; header {
 	case uint32(len(blob))<<3 | zstdCompressed:
 		return profitable(TagZstd, blob)

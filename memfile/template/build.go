@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 // readSize is how much of pages.img is read at a time: small enough for the
@@ -66,28 +67,35 @@ func (im *image) eachChunk(pages uint64, fn func(b []byte, n uint64) error) erro
 	return nil
 }
 
-// sumPages reads all pages and returns the header and the checksums of a new
-// index.
-func (im *image) sumPages() (*header, []byte, error) {
+// sumPages reads all pages and returns the header and the sections of a new
+// index: the checksums, and the sketches with what is before them for alignment.
+func (im *image) sumPages() (h *header, sums, sketches []byte, err error) {
 	if im.id.size == 0 || im.id.size%PageSize != 0 {
-		return nil, nil, fmt.Errorf("%s: %w: it has %d bytes, which are not whole pages of %d", im.pagesPath(), ErrTruncated, im.id.size, PageSize)
+		return nil, nil, nil, fmt.Errorf("%s: %w: it has %d bytes, which are not whole pages of %d", im.pagesPath(), ErrTruncated, im.id.size, PageSize)
 	}
 	pages := uint64(im.id.size) / PageSize
-	sums := make([]byte, pages*sumSize)
-	err := im.stable(func() error {
+	sums = make([]byte, pages*sumSize)
+	gap := -len(sums) & (sectionsAlign - 1)
+	sketches = make([]byte, uint64(gap)+dedup.TableSize(pages))
+	table := dedup.Table(sketches[gap:])
+	err = im.stable(func() error {
 		return im.eachChunk(pages, func(b []byte, n uint64) error {
+			var s dedup.Sketch
 			for ; len(b) > 0; b, n = b[PageSize:], n+1 {
-				binary.LittleEndian.PutUint64(sums[n*sumSize:], codec.Sum((*codec.Page)(b)))
+				p := (*codec.Page)(b)
+				binary.LittleEndian.PutUint64(sums[n*sumSize:], codec.Sum(p))
+				s.Make(p)
+				table.Add(&s, uint32(n), false)
 			}
 			return nil
 		})
 	})
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	h := &header{
+	h = &header{
 		pages:   pages,
-		size:    headerSize + uint64(len(sums)),
+		size:    headerSize + uint64(len(sums)+len(sketches)),
 		created: time.Now().UnixNano(),
 		print:   im.id.print(),
 		state:   im.state.sum,
@@ -100,9 +108,15 @@ func (im *image) sumPages() (*header, []byte, error) {
 			length: uint64(len(sums)),
 			sum:    xxh3.Hash(sums),
 			record: sumSize,
+		}, {
+			kind:   sectionSketches,
+			offset: headerSize + uint64(len(sums)+gap),
+			length: uint64(len(table)),
+			sum:    xxh3.Hash(table),
+			record: sketchSize,
 		}},
 	}
-	return h, sums, nil
+	return h, sums, sketches, nil
 }
 
 // verify reads all pages and compares them with x.

@@ -7,7 +7,7 @@
 //	checkpoint.img   state of the kernel
 //	pages_meta.img   which memory file pages pages.img holds
 //	pages.img        pages of PageSize bytes
-//	pages.azidx      the index: a checksum for each page of pages.img
+//	pages.azidx      the index: checksums and sketches of the pages of pages.img
 //
 // The index is made once, by whoever opens the folder first. It ties the files
 // together, so that a truncated, modified or mixed up image is refused before a
@@ -59,7 +59,11 @@
 // sections of kinds it does not know, unless their flag says otherwise.
 //
 //	kind 1  checksums: codec.Sum (XXH3-64) of each page of pages.img, 8 bytes each
-//	kind 2  reserved for sketches of the pages
+//	kind 2  sketches: a dedup.Table whose items are page numbers, in records of
+//	        8 bytes. About 85 bytes per page. Absent in indexes made by older
+//	        builds, which are used without it. A sandbox does not compare it with
+//	        its checksum again: it reads no more of it than it uses, and what
+//	        it reads is a hint.
 //
 // The digest is the SHA-256 of "agentzip template 1\n", the number of pages (8
 // bytes), the two SHA-256 in the order of the header and the checksums. It says

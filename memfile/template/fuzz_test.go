@@ -23,7 +23,7 @@ func FuzzIndex(f *testing.F) {
 	h, err := decodeHeader(good, uint64(len(good)))
 	try(f, err)
 	f.Add(h.encode()[:used], uint16(h.size-headerSize), true)
-	more := section{kind: 2, offset: 2 * headerSize, length: 8, record: 4}
+	more := section{kind: 99, offset: 3 * headerSize, length: 8, record: 4}
 	h.sections, h.size = append(h.sections, more), more.offset+more.length
 	f.Add(h.encode()[:used], uint16(h.size-headerSize), true)
 	f.Add(good[:used], uint16(3*sumSize), false)

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 // PageSize is the size of a page of a template.
@@ -30,10 +31,13 @@ const (
 	maxSections   = (headerSumAt - sectionsAt) / sectionSize
 	sumSize       = 8
 	digestPrefix  = "agentzip template 1\n"
-	sectionSums   = 1
+	sketchSize    = 8
 	flagCritical  = 1
-	maxPages      = 1 << 40
+	maxPages      = 1 << 32
 	sectionsAlign = 4096
+
+	sectionSums     = 1
+	sectionSketches = 2
 )
 
 // A Digest says which template it is.
@@ -245,8 +249,9 @@ func digestOf(pages uint64, state, meta [sha256.Size]byte, sums []byte) Digest {
 // An index is an index file, mapped. The mapping outlives the descriptor.
 type index struct {
 	header
-	data []byte // the whole file
-	sums []byte // the section of checksums
+	data     []byte      // the whole file
+	sums     []byte      // the section of checksums
+	sketches dedup.Table // the section of sketches, if there is one
 }
 
 // mapIndex maps and checks the index f. Errors wrap ErrIndex or ErrVersion and
@@ -279,6 +284,13 @@ func mapIndex(f *os.File) (*index, error) {
 		}
 		for _, s := range x.sections {
 			b := data[s.offset : s.offset+s.length]
+			if s.kind == sectionSketches {
+				// See checkSketches.
+				if s.record == sketchSize {
+					x.sketches = b
+				}
+				continue
+			}
 			if xxh3.Hash(b) != s.sum {
 				derr = fmt.Errorf("%w: section of kind %d does not match its checksum", ErrIndex, s.kind)
 				return
@@ -300,7 +312,7 @@ func mapIndex(f *os.File) (*index, error) {
 
 func (x *index) close() error {
 	data := x.data
-	x.data, x.sums = nil, nil
+	x.data, x.sums, x.sketches = nil, nil, nil
 	return unix.Munmap(data)
 }
 
@@ -333,6 +345,24 @@ func (x *index) checkDigest() error {
 	}
 	if d != x.digest {
 		return fmt.Errorf("%w: it does not have the digest it claims", ErrIndex)
+	}
+	return nil
+}
+
+// checkSketches compares the section of sketches, if there is one, with its
+// checksum. A sandbox need not: it does not trust them.
+func (x *index) checkSketches() error {
+	for _, s := range x.sections {
+		if s.kind != sectionSketches {
+			continue
+		}
+		var sum uint64
+		if err := x.guard(func() { sum = xxh3.Hash(x.data[s.offset : s.offset+s.length]) }); err != nil {
+			return err
+		}
+		if sum != s.sum {
+			return fmt.Errorf("%w: the sketches do not match their checksum", ErrIndex)
+		}
 	}
 	return nil
 }

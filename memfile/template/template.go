@@ -241,7 +241,12 @@ func (im *image) openIndex() (*index, *os.File, error) {
 		_ = f.Close()
 		return nil, nil, im.indexError(err)
 	}
-	if err := im.matches(x); err != nil {
+	if err = x.checkSketches(); err != nil {
+		err = im.indexError(err)
+	} else {
+		err = im.matches(x)
+	}
+	if err != nil {
 		_ = x.close()
 		_ = f.Close()
 		return nil, nil, err
@@ -330,13 +335,12 @@ func (im *image) prepare(log func(string, ...any)) (*index, *os.File, error) {
 // because of outErr.
 func (im *image) build(out *output, outErr error, log func(string, ...any)) (*index, *os.File, error) {
 	start := time.Now()
-	h, sums, err := im.sumPages()
+	h, sums, sketches, err := im.sumPages()
 	if err != nil {
 		return nil, nil, err
 	}
-	head := h.encode()
 	if outErr == nil {
-		outErr = out.commit(im, head, sums)
+		outErr = out.commit(im, h.encode(), sums, sketches)
 	}
 	var f *os.File
 	if outErr == nil {
@@ -346,7 +350,10 @@ func (im *image) build(out *output, outErr error, log func(string, ...any)) (*in
 		}
 	} else {
 		log("template %s: indexed %d pages in %v; the index could not be kept beside the image, so this is done at each use: %v", im.dir, h.pages, time.Since(start).Round(time.Millisecond), outErr)
-		if f, err = inMemory(head, sums); err != nil {
+		// Each sandbox would have sketches of its own, which do not save that
+		// much.
+		h.sections, h.size = h.sections[:1], headerSize+uint64(len(sums))
+		if f, err = inMemory(h.encode(), sums); err != nil {
 			return nil, nil, fmt.Errorf("template %s: no room for an index, neither in the folder nor in memory: %w", im.dir, err)
 		}
 	}

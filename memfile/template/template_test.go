@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 const testPages = 300
@@ -168,7 +169,7 @@ func TestRoundTrip(t *testing.T) {
 		t.Errorf("first Open logged %q", l.lines)
 	}
 	info := tpl.Info()
-	if info.Pages != testPages || info.Bytes != testPages*PageSize || info.IndexBytes != headerSize+testPages*sumSize || time.Since(info.Created) > time.Minute {
+	if info.Pages != testPages || info.Bytes != testPages*PageSize || info.IndexBytes != headerSize+sectionsAlign+dedup.TableSize(testPages) || time.Since(info.Created) > time.Minute {
 		t.Errorf("Info: %+v", info)
 	}
 	if st, err := os.Stat(filepath.Join(dir, IndexFile)); err != nil || st.Mode() != 0o640 {
@@ -502,9 +503,9 @@ func TestUnknownSection(t *testing.T) {
 	old := get(t, path)
 	h, err := decodeHeader(old, uint64(len(old)))
 	try(t, err)
-	more := []byte("sketches")
+	more := []byte("something")
 	at := (len(old) + sectionsAlign - 1) / sectionsAlign * sectionsAlign
-	s := section{kind: 2, offset: uint64(at), length: uint64(len(more)), sum: xxh3.Hash(more), record: 4}
+	s := section{kind: 99, offset: uint64(at), length: uint64(len(more)), sum: xxh3.Hash(more), record: 4}
 	for _, c := range []struct {
 		flags uint32
 		want  error
@@ -517,7 +518,7 @@ func TestUnknownSection(t *testing.T) {
 		b = append(b, make([]byte, at-len(b))...)
 		put(t, path, append(b, more...))
 		if c.want != nil {
-			openFails(t, dir, c.want, "kind 2")
+			openFails(t, dir, c.want, "kind 99")
 			continue
 		}
 		tpl, _ := openOK(t, dir)
@@ -632,7 +633,7 @@ func sealed(t *testing.T, tpl *Template) {
 
 func TestDiskFull(t *testing.T) {
 	dir := t.TempDir()
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%d", (testPages+6)*PageSize)); err != nil {
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%d", (testPages+14)*PageSize)); err != nil {
 		t.Skipf("cannot mount: %v", err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
@@ -678,6 +679,72 @@ func TestDiskFull(t *testing.T) {
 	if l.count(logNotNoted) != 1 || tpl.Info() != info {
 		t.Errorf("Open with a stale index logged %q and returned %+v, not %+v", l.lines, tpl.Info(), info)
 	}
+}
+
+// TestSimilar finds pages by what they share with others, and does without if
+// there are no sketches or they are damaged.
+func TestSimilar(t *testing.T) {
+	dir := indexed(t)
+	raw := get(t, filepath.Join(dir, PagesFile))
+	path := filepath.Join(dir, IndexFile)
+	similar := func(n int) int {
+		tpl, _ := openOK(t, dir)
+		v := view(t, tpl)
+		var p codec.Page
+		copy(p[16:], raw[n*PageSize:(n+1)*PageSize]) // moved
+		var s dedup.Sketch
+		s.Make(&p)
+		var best [2]dedup.Match
+		for _, m := range best[:v.Similar(&s, best[:])] {
+			if m.Item == uint32(n) {
+				return m.Shared
+			}
+		}
+		return 0
+	}
+	if got := similar(7); got < dedup.Features-2 {
+		t.Errorf("%d features of the page are found", got)
+	}
+	good := get(t, path)
+	h, err := decodeHeader(good, uint64(len(good)))
+	try(t, err)
+
+	tpl, _ := openOK(t, dir)
+	v := view(t, tpl)
+	bad := bytes.Clone(good)
+	for i := h.sections[1].offset; i < h.size; i++ {
+		bad[i] ^= 0x5a
+	}
+	// In place: a sandbox that runs has it mapped.
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	try(t, err)
+	_, err = f.WriteAt(bad, 0)
+	try(t, errors.Join(err, f.Close()))
+	var p codec.Page
+	var s dedup.Sketch
+	var best [2]dedup.Match
+	for n := range testPages {
+		copy(p[:], raw[n*PageSize:])
+		s.Make(&p)
+		for _, m := range best[:v.Similar(&s, best[:])] {
+			if m.Item >= testPages {
+				t.Errorf("page %d", m.Item)
+			}
+		}
+	}
+	openFails(t, dir, ErrIndex, path, "sketches")
+	_, err = Verify(dir)
+	check(t, err, ErrIndex, "sketches")
+
+	// As an older build writes it.
+	h.size = headerSize + h.sections[0].length
+	h.sections = h.sections[:1]
+	put(t, path, append(h.encode(), good[headerSize:h.size]...))
+	if got := similar(7); got != 0 {
+		t.Errorf("%d features of the page are found without sketches", got)
+	}
+	_, err = Verify(dir)
+	try(t, err)
 }
 
 // Sandboxes that run are not disturbed by what happens to the folder.

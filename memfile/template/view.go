@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 // A View reads a template through two descriptors. It opens nothing and needs no
@@ -73,6 +74,23 @@ func (v *View) Sum(n uint64) (sum uint64) {
 		return 0
 	}
 	return sum
+}
+
+// Similar puts pages that resemble the one that s is the sketch of into best and
+// returns how many there are, which is 0 if the template has no sketches. What
+// it finds is a guess: compare the pages.
+func (v *View) Similar(s *dedup.Sketch, best []dedup.Match) (n int) {
+	if v.index.guard(func() { n = v.index.sketches.Find(s, best) }) != nil {
+		return 0
+	}
+	k := 0
+	for _, m := range best[:n] {
+		if uint64(m.Item) < v.index.pages {
+			best[k] = m
+			k++
+		}
+	}
+	return k
 }
 
 // ReadPages fills dst, whose length is a multiple of PageSize, with pages.img

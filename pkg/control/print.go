@@ -48,6 +48,18 @@ func Fprint(w io.Writer, s *Stats) {
 	for _, c := range causes {
 		row("rejects", "%s: %d", c, s.Rejects[c])
 	}
+	stages := make([]string, 0, len(s.Stages))
+	for c := range s.Stages {
+		stages = append(stages, c)
+	}
+	sort.Strings(stages)
+	for _, c := range stages {
+		n := s.Stages[c]
+		row("stage", "%s: %d tries, %d taken (%s), %d in vain", c, n.Tries, n.Wins, Size(n.Bytes), n.Rejects)
+	}
+	if s.OrphanBlobs != 0 || s.MovedBlobs != 0 {
+		row("store", "%d pages kept for others, %d moved so far", s.OrphanBlobs, s.MovedBlobs)
+	}
 	if s.ChecksumFailures != 0 {
 		row("CHECKSUM", "%d failures", s.ChecksumFailures)
 	}

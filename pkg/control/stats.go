@@ -51,6 +51,29 @@ type Stats struct {
 	// ChecksumFailures is 0 in a living sandbox unless it is about to be
 	// killed: a mismatch is fatal.
 	ChecksumFailures uint64 `json:"checksum_failures"`
+
+	// Stages counts the work of compression by the form or search it went
+	// into, by name. Absent without any.
+	Stages map[string]Stage `json:"stages,omitempty"`
+
+	// OrphanBlobs are stored pages that others depend on although they have
+	// been restored. They count in StoreBytes.
+	OrphanBlobs uint64 `json:"orphan_blobs,omitempty"`
+	// MovedBlobs is how many stored pages were moved to give the memory
+	// between them back.
+	MovedBlobs uint64 `json:"moved_blobs,omitempty"`
+}
+
+// Stage counts one way to make a page small. Several may be tried on a page.
+type Stage struct {
+	Tries uint64 `json:"tries"`
+	// Wins of the tries were taken, with Bytes in all.
+	Wins  uint64 `json:"wins"`
+	Bytes uint64 `json:"bytes"`
+	// Rejects of the tries came to nothing worth storing.
+	Rejects uint64 `json:"rejects"`
+	// NS is the time that the tries took, where it is measured.
+	NS uint64 `json:"ns,omitempty"`
 }
 
 // Pages counts committed guest pages by the form they are held in.

@@ -225,6 +225,7 @@ func newControl(k *kernel.Kernel, conf *config.Config) any {
 		idle:           conf.AgentzipIdle,
 		settle:         conf.AgentzipSettle,
 		prefetch:       conf.AgentzipPrefetch == "on",
+		trimAfter:      conf.AgentzipTrimAfter,
 		deepenAfter:    conf.AgentzipDeepenAfter,
 		testEvictEvery: conf.AgentzipTestEvictEvery,
 	})

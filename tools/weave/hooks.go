@@ -269,6 +269,7 @@ const agentzipConfigFields = `
 	AgentzipIdle           time.Duration ` + "`flag:\"agentzip-idle\"`" + `
 	AgentzipSettle         time.Duration ` + "`flag:\"agentzip-settle\"`" + `
 	AgentzipDeepenAfter    time.Duration ` + "`flag:\"agentzip-deepen-after\"`" + `
+	AgentzipTrimAfter      time.Duration ` + "`flag:\"agentzip-trim-after\"`" + `
 	AgentzipMapUnit        uint          ` + "`flag:\"agentzip-map-unit\"`" + `
 	AgentzipWorkers        uint          ` + "`flag:\"agentzip-workers\"`" + `
 	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `

@@ -41,6 +41,7 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Var(&on, "agentzip", "evict guest memory into compressed storage while the sandbox waits: on (default) or off, which is stock runsc.")
 	flagSet.Duration("agentzip-idle", 200*time.Millisecond, "how long all tasks must be blocked before eviction starts.")
 	flagSet.Duration("agentzip-settle", 20*time.Millisecond, "how long pages stay unmapped before they are written out; pages touched meanwhile are cheap to keep.")
+	flagSet.Duration("agentzip-trim-after", time.Second, "how long a wait lasts before the Sentry's own unused heap is given back to the host; 0 is never.")
 	flagSet.Duration("agentzip-deepen-after", 5*time.Second, "how long a wait lasts before what was stored in a quick form is compressed harder; 0 compresses hard at once.")
 	flagSet.Uint("agentzip-map-unit", 64<<10, "bytes restored and mapped together by a fault on evicted memory: a power of two from 4096 to 2097152.")
 	flagSet.Uint("agentzip-workers", 1, "goroutines that compress during an eviction, 1 to 64.")
@@ -63,6 +64,7 @@ func (c *Config) ValidateAgentzip() error {
 	}{
 		{"agentzip-idle", c.AgentzipIdle},
 		{"agentzip-settle", c.AgentzipSettle},
+		{"agentzip-trim-after", c.AgentzipTrimAfter},
 		{"agentzip-deepen-after", c.AgentzipDeepenAfter},
 		{"agentzip-test-evict-every", c.AgentzipTestEvictEvery},
 	} {
