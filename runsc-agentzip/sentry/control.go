@@ -27,10 +27,11 @@ import (
 // process is the state of the sandbox process. A restore replaces the memory
 // file and the kernel of the start.
 var process struct {
-	// opts, mapTemplate and stderr are immutable after initSandbox.
+	// opts, mapTemplate, stderr and background are immutable after initSandbox.
 	opts        memfile.Options
 	mapTemplate bool
 	stderr      int
+	background  background
 
 	// mu protects what follows. It is a leaf.
 	mu sync.Mutex
@@ -71,6 +72,7 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 			process.stderr = fd
 		}
 	}
+	process.background = startBackground()
 	process.backends = make(map[*pgalloc.MemoryFile]*backend)
 	pgalloc.NewPageBackend = newPageBackend
 	return nil

@@ -160,7 +160,9 @@ func (d *driver) run() {
 			}
 			var err error
 			quiet = quietTime{since: waitStart}
-			res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
+			process.background.run(func() {
+				res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
+			})
 			work = time.Since(waitStart)
 			logEvict(res, err)
 			resume = newResumption(d)
@@ -229,7 +231,9 @@ func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time)
 	}
 	if after := d.conf.deepenAfter; after != 0 && !q.deepened {
 		return func(stop func() bool) {
-			n, err := d.b.Deepen(stop)
+			var n uint64
+			var err error
+			process.background.run(func() { n, err = d.b.Deepen(stop) })
 			// Only what activity interrupted is taken up again.
 			q.deepened = !errors.Is(err, memfile.ErrStopped)
 			if n != 0 || err != nil && !benign(err) {
