@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"time"
 )
@@ -29,7 +30,8 @@ import (
 //
 // "workload" names the workload whose template the clones are restored from:
 // its root file system, server and data. "name" and "summary" are optional and
-// what reports say. Clone c takes the steps of entry c of "clones"; clones
+// what reports say; the name, by default the file's without its ending, may hold
+// letters, digits and ". _ -", and begins with a letter or digit. Clone c takes the steps of entry c of "clones"; clones
 // beyond the list begin again at its start. A step is a command ("argv", and if
 // wanted "cwd" and "stdin") or a line for the tool server ("request"), comes
 // after a wait of "wait_seconds", and belongs to a "kind", by default the
@@ -63,6 +65,10 @@ type traceStep struct {
 // mistake in the unit.
 const maxWait = 24 * time.Hour
 
+// traceName is what a trace may be called: files and directories are named after
+// it, which are removed at the end of a run.
+var traceName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]*$`)
+
 // LoadTrace reads a trace and returns the workload that replays it. Its Plan
 // returns all steps of a clone's entry, or the first n if n is positive and
 // less.
@@ -77,6 +83,9 @@ func LoadTrace(file string) (Workload, error) {
 	}
 	if w.Name == "" {
 		w.Name = strings.TrimSuffix(filepath.Base(file), filepath.Ext(file))
+		if !traceName.MatchString(w.Name) {
+			return Workload{}, fmt.Errorf(`%s: the name of the file does not do as one for the workload: give the trace a "name", of letters, digits and any of . _ - after the first`, file)
+		}
 	}
 	return w, nil
 }
@@ -85,6 +94,9 @@ func parseTrace(b []byte) (Workload, error) {
 	var t trace
 	if err := decodeStrictly(b, &t); err != nil {
 		return Workload{}, err
+	}
+	if t.Name != "" && !traceName.MatchString(t.Name) {
+		return Workload{}, fmt.Errorf(`field "name" is %q: it has to begin with a letter or digit and hold nothing but those and . _ -`, t.Name)
 	}
 	if t.Workload == "" {
 		return Workload{}, fmt.Errorf(`field "workload" is missing: it names the template, one of %s`, strings.Join(Names(), ", "))

@@ -48,6 +48,10 @@ func TestLoadTraceErrors(t *testing.T) {
 		{"no workload", `{"clones": []}`, `field "workload" is missing: it names the template, one of swe, lsp, lsp-late, data, build`},
 		{"unknown workload", `{"workload": "x"}`, `field "workload": unknown workload "x": there are swe, lsp, lsp-late, data, build`},
 		{"wrong type", `{"workload": 3}`, `field "workload" is a number, not a string`},
+		{"name is a path", `{"name": "../../..", "workload": "swe"}`, `field "name" is "../../..": it has to begin with a letter or digit and hold nothing but those and . _ -`},
+		{"name is a parent", `{"name": "..", "workload": "swe"}`, `field "name" is "..": it has to begin with a letter or digit and hold nothing but those and . _ -`},
+		{"absolute name", `{"name": "/etc", "workload": "swe"}`, `field "name" is "/etc": it has to begin with a letter or digit and hold nothing but those and . _ -`},
+		{"name of two lines", `{"name": "a\n", "workload": "swe"}`, `field "name" is "a\n": it has to begin with a letter or digit and hold nothing but those and . _ -`},
 		{"no clones", `{"workload": "swe"}`, `field "clones" is missing or empty: there is nothing to replay`},
 		{"no steps", `{"workload": "swe", "clones": [{"steps": [` + good + `]}, {}]}`, `clone 1: field "steps" is missing or empty`},
 		{"unknown step field", step(good + `, {"argv": ["ls"], "wait": 1}`), `clone 0, step 1: unknown field "wait"`},
@@ -82,4 +86,12 @@ func TestLoadTraceName(t *testing.T) {
 	require.Equal(t, "mine", w.Name)
 	require.Equal(t, "a trace of 1 clones, replayed on the template of data", w.Summary)
 	require.Equal(t, "ls", w.Plan(0, 0, 0)[0].Kind)
+
+	for _, name := range []string{"...json", ".json", "-x.json", "my trace.json", "..json"} {
+		bad := filepath.Join(filepath.Dir(path), name)
+		require.NoError(t, os.Rename(path, bad))
+		_, err = LoadTrace(bad)
+		require.ErrorContains(t, err, `the name of the file does not do`, name)
+		path = bad
+	}
 }
