@@ -22,6 +22,7 @@ type command struct {
 
 var commands = []command{
 	{"run", "compare systems on workloads of AI agents: memory, times, outputs; with report", runRun},
+	{"merge", "make one report of several that run wrote", runMerge},
 	{"compare", "say what got better or worse between two reports of run", runCompare},
 	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
 	{"micro", "cost of faults on evicted memory, and of the backend when nothing is evicted", runMicro},
