@@ -314,7 +314,7 @@ func TestReclaimRuns(t *testing.T) {
 	if _, err := os.Stat(alive.path); err != nil {
 		t.Errorf("the living run's directory: %v", err)
 	}
-	if err := alive.remove(); err != nil {
+	if err := alive.end(nil); err != nil {
 		t.Error(err)
 	}
 }

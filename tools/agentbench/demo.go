@@ -156,7 +156,7 @@ func runDemo(ctx context.Context, args []string, stdout, stderr io.Writer) error
 	}
 	if ctx.Err() != nil {
 		// Half a measurement is none, and how it broke off does not matter.
-		return errors.Join(errInterrupted, cerr)
+		return interrupted(cerr)
 	}
 	err = errors.Join(err, cerr)
 	d.report.finish(time.Since(d.began), err)
@@ -191,13 +191,15 @@ func (d *demo) cleanup() error {
 	for _, s := range d.systems {
 		errs = append(errs, s.rt.Close())
 	}
+	var referenceErr error
 	if d.reference != nil {
-		errs = append(errs, d.reference.Close())
+		referenceErr = d.reference.Close()
 	}
+	err := errors.Join(errs...)
 	if d.dir != nil {
-		errs = append(errs, d.dir.remove())
+		err = d.dir.end(err)
 	}
-	return errors.Join(errs...)
+	return errors.Join(err, referenceErr)
 }
 
 func (d *demo) run(ctx context.Context) error {

@@ -32,7 +32,15 @@ var commands = []command{
 }
 
 // errInterrupted says that a signal ended the run.
-var errInterrupted = errors.New("interrupted; what it started has been ended and removed")
+var errInterrupted = errors.New("interrupted")
+
+// interrupted is errInterrupted with what became of what the run had started.
+func interrupted(cleanup error) error {
+	if cleanup != nil {
+		return errors.Join(errInterrupted, cleanup)
+	}
+	return fmt.Errorf("%w; what it started has been ended and removed", errInterrupted)
+}
 
 // errUsage says that the usage text was printed already.
 var errUsage = errors.New("usage")

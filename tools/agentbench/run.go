@@ -180,7 +180,9 @@ type benchmark struct {
 	cfg      runConfig
 	progress *progress
 
-	dir        *runDir
+	dir *runDir
+	// swap is the swap device that exists now, if any.
+	swap       swapHost
 	contenders []*contender
 	// makers make the checkpoints, by whether they are judged. versions are
 	// those of the two binaries; only equal ones restore each other's images.
@@ -237,14 +239,17 @@ func (b *benchmark) run(ctx context.Context) error {
 	cerr := b.cleanup()
 	if cerr != nil {
 		cerr = fmt.Errorf("cleaning up: %w", cerr)
+		// What was measured is complete all the same.
+		b.report.Problems = append(b.report.Problems, report.Problem{Text: cerr.Error()})
 	}
 	if ctx.Err() != nil {
 		// How it broke off does not matter.
-		err = errInterrupted
+		err = interrupted(cerr)
+		b.finish(err)
+		return err
 	}
-	err = errors.Join(err, cerr)
 	b.finish(err)
-	return err
+	return errors.Join(err, cerr)
 }
 
 // quietRuntime sets this program's Go runtime up for timing: the garbage
@@ -351,7 +356,7 @@ func (b *benchmark) checkSystems(ctx context.Context) error {
 	var left []systemKind
 	for _, s := range b.cfg.systems {
 		if s.swaps {
-			if err := probeSwap(ctx, b.dir); err != nil {
+			if err := b.probeSwap(ctx); err != nil {
 				if !b.cfg.skip || ctx.Err() != nil {
 					return fmt.Errorf("system %s: %w", s.name, err)
 				}
@@ -496,11 +501,14 @@ func (b *benchmark) cleanup() error {
 	for _, rt := range b.makers {
 		errs = append(errs, rt.Close())
 	}
+	if b.dir == nil {
+		return errors.Join(errs...)
+	}
+	// Again, if an episode failed to: no sandbox holds on to it any more.
+	errs = append(errs, b.removeSwap())
+	var workErr error
 	if b.work != nil {
-		errs = append(errs, b.work.close())
+		workErr = b.work.close()
 	}
-	if b.dir != nil {
-		errs = append(errs, b.dir.remove())
-	}
-	return errors.Join(errs...)
+	return errors.Join(b.dir.end(errors.Join(errs...)), workErr)
 }

@@ -2,10 +2,14 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
+	"io"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -274,4 +278,38 @@ func TestCompareUsage(t *testing.T) {
 	err := runCompare(t.Context(), []string{"/no/a.json", "/no/b.json", "--json", "x"}, &out, &out)
 	assert.ErrorContains(t, err, "/no/a.json")
 	assert.False(t, errors.Is(err, errUsage))
+}
+
+// failingSwap fails to be removed some times.
+type failingSwap int
+
+func (f *failingSwap) Close(context.Context) error {
+	if *f--; *f >= 0 {
+		return errors.New("swapoff: cannot allocate memory")
+	}
+	return nil
+}
+
+// TestCleanupKeepsRecord: what could not be undone can be undone later.
+func TestCleanupKeepsRecord(t *testing.T) {
+	for fails, kept := range map[failingSwap]bool{0: false, 1: true} {
+		b := newBenchmark(runConfig{}, nil, io.Discard)
+		var err error
+		b.dir, err = newRunDir(t.TempDir())
+		require.NoError(t, err)
+		b.swap = &fails
+		require.NoError(t, os.WriteFile(b.swapState(), nil, 0o600))
+		err = b.cleanup()
+		if !kept {
+			assert.NoError(t, err)
+			assert.NoDirExists(t, b.dir.path)
+			continue
+		}
+		assert.ErrorContains(t, err, "cannot allocate memory")
+		assert.ErrorContains(t, err, "agentbench reclaim --work "+filepath.Dir(b.dir.path))
+		assert.FileExists(t, b.swapState())
+		lock, err := tryLock(filepath.Join(b.dir.path, runLock))
+		require.NoError(t, err, "reclaim finds it")
+		lock.Close()
+	}
 }

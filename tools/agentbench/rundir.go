@@ -69,11 +69,14 @@ func (d *runDir) reserveRoot(name string) (string, error) {
 	return root, os.WriteFile(filepath.Join(d.path, runRoots), b, 0o600)
 }
 
-// remove deletes the directory. The fleet roots must have been closed.
-func (d *runDir) remove() error {
-	err := os.RemoveAll(d.path)
-	d.lock.Close()
-	return err
+// end deletes the directory, unless err says that something could not be undone
+// whose record it holds: then it is only unlocked, for reclaim to find.
+func (d *runDir) end(err error) error {
+	defer d.lock.Close()
+	if err != nil {
+		return fmt.Errorf("%w\nwhat is left is recorded in %s: run `agentbench reclaim --work %s`", err, d.path, filepath.Dir(d.path))
+	}
+	return os.RemoveAll(d.path)
 }
 
 func readRoots(dir string) ([]string, error) {

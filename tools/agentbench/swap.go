@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"sync"
 	"time"
@@ -28,13 +29,45 @@ func runEnter(_ context.Context, args []string, _, _ io.Writer) error {
 
 // probeSwap finds out whether the machine can run the system linux, by setting
 // everything up and removing it again.
-func probeSwap(ctx context.Context, dir *runDir) error {
-	host, err := linuxmem.Setup(ctx, linuxmem.Options{StateFile: filepath.Join(dir.path, swapState)})
-	if err != nil {
+func (b *benchmark) probeSwap(ctx context.Context) error {
+	if err := b.setUpSwap(ctx); err != nil {
 		return err
 	}
-	return host.Close(context.WithoutCancel(ctx))
+	return b.removeSwap()
 }
+
+// setUpSwap makes b.swap.
+func (b *benchmark) setUpSwap(ctx context.Context) error {
+	host, err := linuxmem.Setup(ctx, linuxmem.Options{StateFile: b.swapState()})
+	if err == nil {
+		b.swap = host
+	}
+	return err
+}
+
+func (b *benchmark) swapState() string { return filepath.Join(b.dir.path, swapState) }
+
+// removeSwap puts the host back. The sandboxes must have ended. If it fails it may
+// be called again.
+func (b *benchmark) removeSwap() error {
+	ctx, cancel := context.WithTimeout(context.Background(), swapTimeout)
+	defer cancel()
+	if b.swap != nil {
+		if err := b.swap.Close(ctx); err != nil {
+			return err
+		}
+		b.swap = nil
+		return nil
+	}
+	// A Setup that failed and could not take back what it had done.
+	if _, err := os.Lstat(b.swapState()); err != nil {
+		return nil
+	}
+	return linuxmem.RestoreHost(b.swapState())
+}
+
+// swapHost is a linuxmem.Host as far as it has to be removed.
+type swapHost interface{ Close(context.Context) error }
 
 // swapSpace is the swap device of an episode, which exists no longer than it.
 type swapSpace struct {
@@ -43,19 +76,14 @@ type swapSpace struct {
 }
 
 func openSwapSpace(ctx context.Context, e *episode) (*swapSpace, error) {
-	host, err := linuxmem.Setup(ctx, linuxmem.Options{StateFile: filepath.Join(e.r.dir.path, swapState)})
-	if err != nil {
+	if err := e.r.setUpSwap(ctx); err != nil {
 		return nil, err
 	}
-	return &swapSpace{e: e, host: host}, nil
+	return &swapSpace{e: e, host: e.r.swap.(*linuxmem.Host)}, nil
 }
 
 // close puts the host back. The sandboxes must have ended.
-func (s *swapSpace) close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), swapTimeout)
-	defer cancel()
-	return s.host.Close(ctx)
-}
+func (s *swapSpace) close() error { return s.e.r.removeSwap() }
 
 // swapper swaps the memory of one clone out while it waits.
 type swapper struct {

@@ -95,7 +95,7 @@ func (b *benchmark) prepare(ctx context.Context, w workload.Workload, rootfs str
 	}
 	p := &preparedWorkload{
 		Workload: w, seed: b.cfg.seed, steps: b.cfg.steps,
-		dir: filepath.Join(b.dir.path, w.Name), images: make(map[bool]string),
+		dir: filepath.Join(b.dir.path, "workload-"+w.Name), images: make(map[bool]string),
 	}
 	b.work = p
 	p.bundle = filepath.Join(p.dir, "bundle")
