@@ -24,6 +24,7 @@ var sampleDefinitions = map[string]string{
 	"own_cpu_seconds":     "processor time of agentbench and of the commands with which it measures",
 	"idle_cpu_seconds":    "the processor time per second that was used in the last second before the episode, times its seconds",
 	"restores":            "clones are restored one after the other; the time is from the restore command to the answer to a first request. Images have been restored once before",
+	"order":               "which system comes first changes from each workload, number of clones and repetition to the next. Before the first episode of a workload everything written for it is synced to disk, and one clone of stock (or of the system most like it) takes the steps of one cycle, untimed, so that the first episode finds the root file system's files cached as the others do",
 }
 
 // measure takes one memory sample of one clone.

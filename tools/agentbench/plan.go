@@ -12,24 +12,27 @@ import (
 // machine during the run meets all of them.
 func planEpisodes(workloads, systems []string, clones []int, repetitions int) []report.Key {
 	var out []report.Key
+	turn := 0
 	for _, w := range workloads {
 		for rep := range repetitions {
 			for _, n := range clones {
-				for _, s := range turnOrder(systems, rep) {
+				for _, s := range turnOrder(systems, turn) {
 					out = append(out, report.Key{Workload: w, System: s, Clones: n, Repetition: rep})
 				}
+				turn++
 			}
 		}
 	}
 	return out
 }
 
-// turnOrder is the order of the systems in a repetition: every second one is
-// the reverse of the one before it, every pair begins with another system.
-func turnOrder(systems []string, repetition int) []string {
-	n := repetition / 2 % len(systems)
+// turnOrder is the order of the systems in one turn of the run: every second one
+// is the reverse of the one before it, every pair begins with another system. So
+// none is always the first, for which caches are colder than for the others.
+func turnOrder(systems []string, turn int) []string {
+	n := turn / 2 % len(systems)
 	out := slices.Concat(systems[n:], systems[:n])
-	if repetition%2 == 1 {
+	if turn%2 == 1 {
 		slices.Reverse(out)
 	}
 	return out

@@ -172,7 +172,9 @@ func TestRunEndToEnd(t *testing.T) {
 	before := machineState(t)
 	var log bytes.Buffer
 	systems := "stock,linux,agentzip,agentzip-notemplate,agentzip-off"
-	b := newBenchmark(testConfig(dir, systems, 600*time.Millisecond), nil, &log)
+	cfg := testConfig(dir, systems, 600*time.Millisecond)
+	cfg.workloads[0].Cycle = 2
+	b := newBenchmark(cfg, nil, &log)
 	err := b.run(t.Context())
 	t.Logf("%s", &log)
 	require.NoError(t, err)

@@ -119,10 +119,17 @@ func TestPlanEpisodes(t *testing.T) {
 	for _, k := range plan[:8] {
 		got = append(got, fmt.Sprintf("%s%s%d.%d", k.Workload, k.System, k.Clones, k.Repetition))
 	}
-	assert.Equal(t, []string{"wa2.0", "wb2.0", "wa4.0", "wb4.0", "wb2.1", "wa2.1", "wb4.1", "wa4.1"}, got)
+	assert.Equal(t, []string{"wa2.0", "wb2.0", "wb4.0", "wa4.0", "wb2.1", "wa2.1", "wa4.1", "wb4.1"}, got)
 	for _, k := range plan[8:] {
 		assert.Equal(t, "v", k.Workload, "a workload's template is made once")
 	}
+	first := make(map[string]int)
+	for i, k := range planEpisodes([]string{"w", "v", "u"}, []string{"a", "b", "c"}, []int{2, 4}, 1) {
+		if i%3 == 0 {
+			first[k.System]++
+		}
+	}
+	assert.Equal(t, map[string]int{"a": 2, "b": 2, "c": 2}, first, "without repetitions too")
 	assert.Equal(t, "b", referenceSystem([]string{"b", "a"}))
 	assert.Equal(t, report.Stock, referenceSystem([]string{"b", report.Stock}))
 }

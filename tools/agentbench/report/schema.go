@@ -12,8 +12,8 @@
 // One such measurement is an episode: N clones are restored from the template
 // of the workload, take all their steps, each at its own pace, and end. Only
 // one episode runs at a time. An episode is repeated Config.Repetitions times;
-// the order of the systems alternates from one repetition to the next. In
-// repetition r, clone c takes the same steps with the same waits whatever the
+// the order of the systems changes from each workload, number of clones
+// and repetition to the next. In repetition r, clone c takes the same steps with the same waits whatever the
 // system, so that (workload, clones, repetition, clone, index) names a step that
 // can be compared between systems.
 package report

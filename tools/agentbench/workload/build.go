@@ -11,6 +11,7 @@ var build = Workload{
 	Rootfs:         "build",
 	Packages:       []string{"git", "python3", "g++", "make", "libfmt-dev", "nlohmann-json3-dev"},
 	EstimatedBytes: 550 << 20,
+	Cycle:          len(buildCycle),
 	Spec:           spec(config{Workload: "build"}),
 	Install:        install,
 	Plan:           planCycle(buildCycle, nil, buildArguments),

@@ -8,6 +8,7 @@ var data = Workload{
 	Rootfs:         "base",
 	Packages:       basePackages,
 	EstimatedBytes: 450 << 20,
+	Cycle:          1 + len(dataCycle),
 	Spec:           spec(config{Workload: "data"}),
 	Install:        install,
 	Plan:           planData,

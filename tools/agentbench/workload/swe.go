@@ -12,6 +12,7 @@ var swe = Workload{
 	Rootfs:         "base",
 	Packages:       basePackages,
 	EstimatedBytes: 400 << 20,
+	Cycle:          len(sweCycle),
 	Spec:           spec(config{Workload: "swe"}),
 	Install:        install,
 	Plan:           planCycle(sweCycle, sweDetours, sweArguments),

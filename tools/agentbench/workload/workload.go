@@ -40,6 +40,10 @@ type Workload struct {
 	// see before a run whether the clones fit.
 	EstimatedBytes uint64
 
+	// Cycle is how many steps of a plan use about all that its steps use: the
+	// programs and files of the root file system.
+	Cycle int
+
 	// Spec describes the container.
 	Spec func(rootfs string, seed uint64) fleet.Spec
 	// Install puts the guest's programs into the root file system.

@@ -165,3 +165,20 @@ func TestInstall(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, entries, len(guestFiles(t)), "no temporary file remains")
 }
+
+// TestCycle: the steps of a cycle are of all kinds that a plan has.
+func TestCycle(t *testing.T) {
+	for _, name := range Names() {
+		w, err := Get(name)
+		require.NoError(t, err)
+		kinds := make(map[string]bool)
+		for seed := range uint64(20) {
+			for _, s := range w.Plan(seed, 0, 100)[:w.Cycle] {
+				kinds[s.Kind] = true
+			}
+		}
+		for _, s := range w.Plan(1, 0, 100) {
+			require.Contains(t, kinds, s.Kind, name)
+		}
+	}
+}
