@@ -13,7 +13,7 @@ import (
 const mergeUsage = `usage: agentbench merge [flags] A.json B.json ...
 
 Makes one report of several by agentbench run: of the same systems on the same
-machine at the same commit, with other workloads or numbers of clones.
+machine, run by the same binaries, with other workloads or numbers of clones.
 
 flags:
 `

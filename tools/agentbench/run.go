@@ -2,6 +2,8 @@ package main
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"flag"
 	"fmt"
@@ -390,6 +392,7 @@ func (b *benchmark) open(ctx context.Context) error {
 		}
 		return fleet.New(o)
 	}
+	sums := make(map[string]string)
 	for _, k := range b.cfg.systems {
 		if b.makers[k.judged] == nil {
 			rt, err := newRuntime("template-"+map[bool]string{false: "stock", true: "runtime"}[k.judged], k.judged, nil)
@@ -406,15 +409,34 @@ func (b *benchmark) open(ctx context.Context) error {
 			return err
 		}
 		b.contenders = append(b.contenders, &contender{k, rt})
+		if sums[rt.Binary()] == "" {
+			if sums[rt.Binary()], err = sumOf(rt.Binary()); err != nil {
+				return err
+			}
+		}
 		flags := slices.Concat(fleet.DefaultFlags, k.flags)
 		if k.judged {
 			flags = slices.Concat(fleet.DefaultFlags, b.cfg.runtimeFlags, k.flags)
 		}
 		b.report.Systems = append(b.report.Systems, report.System{
-			Name: k.name, Summary: k.summary, Binary: rt.Binary(), Version: b.versions[k.judged], Flags: flags, Ablation: k.ablation,
+			Name: k.name, Summary: k.summary, Binary: rt.Binary(), Version: b.versions[k.judged], SHA256: sums[rt.Binary()], Flags: flags, Ablation: k.ablation,
 		})
 	}
 	return nil
+}
+
+// sumOf is the SHA-256 of a file.
+func sumOf(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return "", err
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
 // episode runs one and adds what it measured to the report.

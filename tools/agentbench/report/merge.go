@@ -2,14 +2,15 @@ package report
 
 import (
 	"fmt"
-	"reflect"
 	"slices"
 )
 
 // Merge returns one report of runs that measured different things, such as other
-// workloads or numbers of clones, in the same way. Runs on other machines, at
-// other commits or with other systems are refused, as are two that have an
-// episode in common; what else differs becomes a Problem that readers see.
+// workloads or numbers of clones, in the same way. Runs on other machines or with
+// other systems are refused, as are two that have an episode in common; what else
+// differs becomes a Problem that readers see. A system is the same if its binary
+// and flags are; where a report does not know its binaries, the commits must be
+// the same.
 func Merge(reports ...*Report) (*Report, error) {
 	if len(reports) == 0 {
 		return nil, fmt.Errorf("no reports to merge")
@@ -29,26 +30,37 @@ func Merge(reports ...*Report) (*Report, error) {
 		have[e.Key] = true
 	}
 	for _, r := range reports[1:] {
-		switch {
-		case r.Machine != out.Machine:
+		if r.Machine != out.Machine {
 			return nil, fmt.Errorf("the run of %s was on another machine (%s, %s) than that of %s (%s, %s)", stamp(r), r.Machine.CPU, r.Machine.Kernel, stamp(out), out.Machine.CPU, out.Machine.Kernel)
-		case r.Commit != out.Commit:
-			return nil, fmt.Errorf("the run of %s was at commit %q, that of %s at %q", stamp(r), r.Commit, stamp(out), out.Commit)
 		}
 		for _, s := range r.Systems {
-			switch i := slices.IndexFunc(out.Systems, func(o System) bool { return o.Name == s.Name }); {
-			case i < 0:
+			i := slices.IndexFunc(out.Systems, func(o System) bool { return o.Name == s.Name })
+			if i < 0 {
 				out.Systems = append(out.Systems, s)
-			case !reflect.DeepEqual(out.Systems[i], s):
-				return nil, fmt.Errorf("system %s is not the same in both runs: %v and %v", s.Name, out.Systems[i], s)
+				continue
+			}
+			o := out.Systems[i]
+			switch {
+			case o.SHA256 != "" && s.SHA256 != "":
+				if o.SHA256 != s.SHA256 {
+					return nil, fmt.Errorf("system %s ran another binary in the run of %s (%s, sha256 %s) than in that of %s (%s, sha256 %s)", s.Name, stamp(r), s.Binary, s.SHA256, stamp(out), o.Binary, o.SHA256)
+				}
+			case r.Commit != out.Commit:
+				return nil, fmt.Errorf("the run of %s was at commit %q, that of %s at %q, and they do not both say which binary system %s ran", stamp(r), r.Commit, stamp(out), out.Commit, s.Name)
+			}
+			if s.Version != o.Version || !slices.Equal(s.Flags, o.Flags) {
+				return nil, fmt.Errorf("system %s is not the same in both runs: version %s with %v, and version %s with %v", s.Name, o.Version, o.Flags, s.Version, s.Flags)
 			}
 		}
+		before := len(out.Episodes)
 		for _, e := range r.Episodes {
 			if have[e.Key] {
 				return nil, fmt.Errorf("%s with %d clones under %s, repetition %d, is in more than one report", e.Workload, e.Clones, e.System, e.Repetition)
 			}
 			have[e.Key] = true
-			e.Order += len(out.Episodes)
+			// As if the runs had followed each other.
+			e.Order += before
+			e.Began += out.Seconds
 			out.Episodes = append(out.Episodes, e)
 		}
 		for _, w := range r.Workloads {
@@ -61,6 +73,7 @@ func Merge(reports ...*Report) (*Report, error) {
 			what string
 			a, b any
 		}{
+			{"commit", out.Commit, r.Commit},
 			{"steps for each clone", a.Steps, b.Steps},
 			{"repetitions", a.Repetitions, b.Repetitions},
 			{"seed", a.Seed, b.Seed},
@@ -88,6 +101,14 @@ func Merge(reports ...*Report) (*Report, error) {
 	}
 	slices.Sort(out.Config.Clones)
 	out.Summarize()
+	// Those of the samples are not the summary's.
+	for _, r := range reports {
+		for name, text := range r.Definitions {
+			if _, ok := out.Definitions[name]; !ok {
+				out.Definitions[name] = text
+			}
+		}
+	}
 	return out, nil
 }
 

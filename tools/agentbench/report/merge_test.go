@@ -12,7 +12,7 @@ func mergeable(clones int, stock, agentzip float64) *Report {
 	r := &Report{Format: Format, Date: time.Unix(int64(clones), 0).UTC(), Commit: "c", Command: []string{"run"}, Seconds: 10,
 		Config:    Config{Clones: []int{clones}, Steps: 1, Repetitions: 1},
 		Workloads: []Workload{{Name: "swe"}},
-		Systems:   []System{{Name: Stock}, {Name: "agentzip"}},
+		Systems:   []System{{Name: Stock, SHA256: "1"}, {Name: "agentzip", SHA256: "2"}},
 	}
 	for i, s := range []string{Stock, "agentzip"} {
 		k := Key{Workload: "swe", System: s, Clones: clones}
@@ -22,6 +22,7 @@ func mergeable(clones int, stock, agentzip float64) *Report {
 		}
 	}
 	r.Summarize()
+	r.Definitions["of samples"] = "kept"
 	return r
 }
 
@@ -44,7 +45,16 @@ func TestMerge(t *testing.T) {
 		}
 	}
 	require.Empty(t, m.Problems)
+	require.Equal(t, "kept", m.Definitions["of samples"])
 	require.Len(t, a.Episodes, 2, "the reports are left alone")
+
+	// The same binaries, built before something else was committed and copied.
+	b.Commit, b.Systems[0].Binary = "d", "/copy"
+	m, err = Merge(a, b)
+	require.NoError(t, err)
+	require.Len(t, m.Problems, 1)
+	require.Contains(t, m.Problems[0].Text, "commit c with [8] clones, and d with [4] clones")
+	b.Commit = "c"
 
 	b.Config.Steps = 3
 	m, err = Merge(a, b)
@@ -56,7 +66,8 @@ func TestMerge(t *testing.T) {
 func TestMergeRefuses(t *testing.T) {
 	for want, change := range map[string]func(*Report){
 		"another machine":   func(r *Report) { r.Machine.CPUs = 7 },
-		"at commit":         func(r *Report) { r.Commit = "d" },
+		"another binary":    func(r *Report) { r.Systems[1].SHA256 = "3" },
+		"at commit":         func(r *Report) { r.Commit, r.Systems[0].SHA256 = "d", "" },
 		"not the same":      func(r *Report) { r.Systems[1].Flags = []string{"-x"} },
 		"in more than one ": func(r *Report) { *r = *mergeable(8, 1, 1) },
 	} {

@@ -108,11 +108,13 @@ type Workload struct {
 
 // System is one way to run sandboxes.
 type System struct {
-	Name    string   `json:"name"`
-	Summary string   `json:"summary"`
-	Binary  string   `json:"binary"`
-	Version string   `json:"version"`
-	Flags   []string `json:"flags"`
+	Name    string `json:"name"`
+	Summary string `json:"summary"`
+	Binary  string `json:"binary"`
+	Version string `json:"version"`
+	// SHA256 is that of the binary.
+	SHA256 string   `json:"sha256,omitempty"`
+	Flags  []string `json:"flags"`
 	// Ablation names the part of the runtime that is switched off; "" for the
 	// systems that are whole.
 	Ablation string `json:"ablation,omitempty"`
