@@ -74,7 +74,9 @@ func (b *Backend) move(sparse []arena.Handle, stop func() bool) (uint64, error) 
 	}
 	for old, to := range m.to {
 		if to != 0 {
-			b.unref(old, false)
+			// Dependants that stayed behind, because the visit was interrupted
+			// or they were busy, have a root without owner now.
+			b.unref(old, m.owned[to])
 			// If the page is still with the old root, or gone, the copy has
 			// only dependants.
 			b.unref(to, !m.owned[to])

@@ -59,6 +59,9 @@ type deepener struct {
 	// own finds roots of this pass.
 	ownMu sync.Mutex
 	own   dedup.Table
+
+	// cold leaves out what the last steps wanted. It is immutable.
+	cold bool
 }
 
 // A deepWorker is what one worker of a deepening works with.
@@ -84,9 +87,20 @@ type deepWorker struct {
 // returns how many pages it replaced. What cannot be read is left as it is: the
 // sandbox ends when it is needed, if ever, and not before.
 func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
+	return b.deepenPass(stop, false)
+}
+
+// DeepenCold is Deepen for pages that the last steps did not want: what the next
+// one may want stays in a form that is quicker to restore, and is not compressed
+// anew in each wait.
+func (b *Backend) DeepenCold(stop func() bool) (replaced uint64, err error) {
+	return b.deepenPass(stop, true)
+}
+
+func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
-	d := &deepener{b: b, stop: b.stopFunc(stop)}
+	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold}
 	if err := b.passError(d.stop); err != nil {
 		return 0, err
 	}
@@ -131,13 +145,15 @@ func (d *deepener) work() {
 	w.e = b.encoders.Get().(*encoder)
 	// Not acquireRestorer: accesses should not have one less meanwhile.
 	w.r = b.restorers.Get().(*restorer)
+	// Each time takes a look at the whole table.
+	every := max(compactGroups, int64(len(d.groups)/32))
 	for !d.failed.Load() {
 		i := d.next.Add(1) - 1
 		if i >= int64(len(d.groups)) {
 			break
 		}
 		w.group(d.groups[i])
-		if i%compactGroups == compactGroups-1 && d.compactMu.TryLock() {
+		if i%every == every-1 && d.compactMu.TryLock() {
 			if err := b.compact(d.stop); err != nil {
 				d.fail(err)
 			}
@@ -159,9 +175,13 @@ func (d *deepener) fail(err error) {
 // group visits the pages of a group.
 func (d *deepWorker) group(first uint64) {
 	b := d.b
+	wanted := func(uint64) bool { return false }
+	if d.cold {
+		wanted = b.history.Recent(first / groupPages)
+	}
 	for p := first; p < first+groupPages; p++ {
 		w := atomic.LoadUint64(b.table.at(p))
-		if w&stateMask != evicted || handleOf(w) == 0 {
+		if w&stateMask != evicted || handleOf(w) == 0 || w&deep == 0 && wanted(p) {
 			continue
 		}
 		if w&deep != 0 {

@@ -42,6 +42,19 @@ const premapPages = 512
 // want, and maps all but a sample of them. It returns how many it restored, soon
 // after stop returns true.
 func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
+	return b.prefetch(stop, 0)
+}
+
+// PrefetchNow is Prefetch without waiting for faults to tell of what kind the
+// step is.
+func (b *Backend) PrefetchNow(stop func() bool) (n uint64, err error) {
+	return b.prefetch(stop, eagerFaults)
+}
+
+// eagerFaults is as how many faults the request to prefetch counts.
+const eagerFaults = 64
+
+func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
 	stop = b.stopFunc(stop)
@@ -53,7 +66,10 @@ func (b *Backend) Prefetch(stop func() bool) (n uint64, err error) {
 		}
 		mapped, pending = mapped[:0], 0
 	}
-	for _, run := range b.history.Predict() {
+	// Patterns of a sibling may know pages that this file does not have (yet).
+	pages := b.table.pages()
+	for _, run := range b.history.Predict(minFaults) {
+		run.End = min(run.End, pages)
 		for p := run.First; p < run.End; {
 			if stop() {
 				return n, nil

@@ -11,6 +11,7 @@ import (
 
 	"runsc-agentzip/memfile/arena"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/prefetch"
 )
 
 // storedOf parses the blob of an evicted page.
@@ -281,6 +282,64 @@ func TestCompact(t *testing.T) {
 }
 
 // TestCompactFull has no room for a single copy.
+// TestCompactInterrupted: wherever moving blobs is interrupted, the references of
+// roots are right.
+func TestCompactInterrupted(t *testing.T) {
+	f := newFixture(t, 3000, DefaultOptions())
+	f.kinds(2, 3, 4, 5, kindTight)
+	if _, err := f.b.Evict(EvictOptions{Tier: codec.TierMid}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.b.Deepen(nil); err != nil {
+		t.Fatal(err)
+	}
+	rnd := rand.New(rand.NewPCG(1, 2))
+	for k := 1; k < 60; k++ {
+		// Make some slabs sparse.
+		f.r.pages(func(p uint64) {
+			if f.state(p) == "evicted" && rnd.IntN(40) == 0 {
+				f.b.Drop(p<<pageShift, (p+1)<<pageShift)
+				f.model[p-f.lo].is = version{}
+			}
+		})
+		calls := 0
+		f.b.passMu.Lock()
+		err := f.b.compact(func() bool { calls++; return calls > k })
+		f.b.passMu.Unlock()
+		if err != nil {
+			require.ErrorIs(t, err, ErrStopped)
+		}
+		f.verifyBackend(t)
+	}
+	if _, err := f.b.Deepen(nil); err != nil {
+		t.Fatal(err)
+	}
+	require.Zero(t, f.b.stats.orphans.Load())
+	f.verifyBackend(t)
+	f.verifyAll(t)
+}
+
+// TestPrefetchBeyondTheFile: what a sibling has learnt may be about pages that
+// this file does not have.
+func TestPrefetchBeyondTheFile(t *testing.T) {
+	learnt := prefetch.New()
+	far := uint64(8 * tableChunk)
+	for range 4 {
+		learnt.Wanted(far-8, far+8)
+		learnt.Wanted(far+1000, far+1016)
+		learnt.EndStep()
+	}
+	f := newFixture(t, 600, DefaultOptions())
+	f.kinds(2, 5)
+	f.evict(t)
+	require.NoError(t, f.b.ImportPatterns(learnt.Export(prefetch.Digest{1}), prefetch.Digest{1}))
+	n, err := f.b.PrefetchNow(nil)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	f.verifyBackend(t)
+	f.verifyAll(t)
+}
+
 func TestCompactFull(t *testing.T) {
 	f := newFixture(t, 600, DefaultOptions())
 	f.kinds(2, 5)

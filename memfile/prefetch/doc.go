@@ -15,7 +15,8 @@
 //     at first only what nearly all steps want, then what steps of this kind
 //     want.
 //   - At most budget pages are predicted for each fault that the step has had, so
-//     that a wrong guess at the beginning of a short step costs little.
+//     that a wrong guess at the beginning of a short step costs little. What nearly
+//     all remembered steps wanted is predicted at once.
 //
 // A page that is restored and mapped ahead of use leaves no trace when it is
 // used. So one in SampleEvery predicted units is restored but not mapped; its
@@ -63,6 +64,12 @@ const (
 	// budget is how many pages may be predicted for each fault that gives
 	// evidence.
 	budget = 120
+
+	// sure is the share of remembered steps that must have wanted a page for it
+	// to be predicted whatever the kind of the step, and beyond the budget, once
+	// sureSteps are remembered.
+	sure      = 0.8
+	sureSteps = 4
 
 	// negligible is how likely a pattern must be to be looked at.
 	negligible = 0.01

@@ -27,12 +27,14 @@ const (
 	// File is what an export is called beside the template's files.
 	File = "prefetch.azws"
 
-	// exportGroups bounds the groups of one pattern: 128 GiB of memory file.
-	exportGroups = 1 << 16
+	// exportGroups bounds the groups of one pattern, and groupNumbers their numbers:
+	// 16 and 128 GiB of memory file.
+	exportGroups = 1 << 13
+	groupNumbers = 1 << 16
 	groupSize    = 8 + 4 + 8*len(bitmap{})
 
 	// ExportMax is more than any export takes, in bytes.
-	ExportMax = 64 << 20
+	ExportMax = 16 << 20
 )
 
 // A Digest says which template the pages belong to.
@@ -50,7 +52,9 @@ func (h *History) Export(template Digest) []byte {
 	for _, p := range h.patterns {
 		var ns []uint64
 		for n := range p.groups {
-			ns = append(ns, n)
+			if n < groupNumbers {
+				ns = append(ns, n)
+			}
 		}
 		slices.Sort(ns)
 		ns = ns[:min(len(ns), exportGroups)]
@@ -107,14 +111,14 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 		}
 		n := binary.LittleEndian.Uint32(body)
 		body = body[4:]
-		if n == 0 || n > exportGroups || uint64(len(body)) < uint64(n)*uint64(groupSize) {
+		if n > exportGroups || uint64(len(body)) < uint64(n)*uint64(groupSize) {
 			return nil, fmt.Errorf("exported patterns are malformed: %d groups in %d bytes", n, len(body))
 		}
 		p := &Pattern{groups: make(map[uint64]*memory, n)}
 		last := uint64(0)
 		for i := range n {
 			no := binary.LittleEndian.Uint64(body)
-			if no >= exportGroups || i > 0 && no <= last {
+			if no >= groupNumbers || i > 0 && no <= last {
 				return nil, fmt.Errorf("exported patterns are malformed: group %d", no)
 			}
 			last = no

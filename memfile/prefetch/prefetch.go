@@ -134,8 +134,9 @@ type Run struct {
 
 // Predict returns the pages that the step in progress is now known to want and
 // was not before, in the order in which it will want them. It is called when a
-// step begins and again as its faults give evidence.
-func (h *History) Predict() []Run {
+// step begins and again as its faults give evidence. The budget is that of as many
+// faults as there were, or of minFaults if that is more.
+func (h *History) Predict(minFaults int) []Run {
 	h.learn.Lock()
 	defer h.learn.Unlock()
 	if len(h.patterns) == 0 {
@@ -165,11 +166,9 @@ func (h *History) Predict() []Run {
 	for n, m := range h.patterns[best].groups {
 		list(n, m.order)
 	}
-	for k, p := range h.patterns {
-		if belief[k] >= negligible {
-			for n := range p.groups {
-				list(n, math.MaxUint32)
-			}
+	for _, p := range h.patterns {
+		for n := range p.groups {
+			list(n, math.MaxUint32)
 		}
 	}
 	slices.SortFunc(entries, func(a, b entry) int {
@@ -179,14 +178,24 @@ func (h *History) Predict() []Run {
 		return cmp.Compare(a.n, b.n)
 	})
 
+	// What nearly every step wants, whatever its kind, needs no evidence.
+	prior := make([]float64, len(h.patterns))
+	if len(prior) >= sureSteps {
+		for k := range prior {
+			prior[k] = 1 / float64(len(prior))
+		}
+	}
 	h.salt++
-	room := h.room()
+	room := h.room(minFaults)
 	var runs []Run
 	for _, e := range entries {
-		if room <= 0 {
-			break
+		mask := h.likely(e.n, prior, sure)
+		if room > 0 {
+			more := h.likely(e.n, belief, 0.5)
+			for i := range mask {
+				mask[i] |= more[i]
+			}
 		}
-		mask := h.likely(e.n, belief)
 		if mask == (bitmap{}) {
 			continue
 		}
@@ -222,10 +231,10 @@ func (h *History) Predict() []Run {
 
 // room returns how many pages may be predicted now: the more faults the step has
 // had, the more is known about it, and the more it may cost if that is wrong.
-func (h *History) room() int {
+func (h *History) room(minFaults int) int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	n := h.faults * budget
+	n := max(h.faults, minFaults) * budget
 	for _, g := range h.groups {
 		n -= g.predicted.count()
 	}
@@ -296,12 +305,12 @@ func (h *History) believe() []float64 {
 // at least one half.
 //
 // Preconditions: h.learn is locked.
-func (h *History) likely(n uint64, belief []float64) (mask bitmap) {
+func (h *History) likely(n uint64, belief []float64, threshold float64) (mask bitmap) {
 	var ms []*bitmap
 	var ws []float64
 	for k, b := range belief {
 		if m := h.patterns[k].groups[n]; m != nil && b >= negligible {
-			if b >= 0.5 {
+			if b >= threshold {
 				return m.pages
 			}
 			ms, ws = append(ms, &m.pages), append(ws, b)
@@ -320,7 +329,7 @@ func (h *History) likely(n uint64, belief []float64) (mask bitmap) {
 					sum += ws[k]
 				}
 			}
-			if sum >= 0.5 {
+			if sum >= threshold {
 				mask[i] |= bit
 			}
 		}
@@ -334,8 +343,27 @@ func (h *History) EndStep() {
 	defer h.learn.Unlock()
 	if p := h.finishStep(); len(p.groups) != 0 {
 		h.patterns = append(h.patterns, p)
-		h.patterns = h.patterns[max(len(h.patterns)-MaxPatterns, 0):]
+		h.patterns = slices.Delete(h.patterns, 0, max(len(h.patterns)-MaxPatterns, 0))
 	}
+}
+
+// recentSteps is how many steps Recent looks back.
+const recentSteps = 2
+
+// Recent returns a function that tells whether one of the last steps wanted a page
+// of group n.
+func (h *History) Recent(n uint64) func(page uint64) bool {
+	h.learn.Lock()
+	defer h.learn.Unlock()
+	var m bitmap
+	for _, p := range h.patterns[max(len(h.patterns)-recentSteps, 0):] {
+		if g := p.groups[n]; g != nil {
+			for i := range m {
+				m[i] |= g.pages[i]
+			}
+		}
+	}
+	return func(page uint64) bool { return page/GroupPages == n && m.has(page%GroupPages) }
 }
 
 // finishStep returns the pages that the step wanted, as far as known, and begins
@@ -346,11 +374,12 @@ func (h *History) finishStep() *Pattern {
 	step := &Pattern{groups: make(map[uint64]*memory, len(h.groups))}
 	sampled, used := 0, 0
 	for n, g := range h.groups {
-		m := &memory{order: g.order}
+		// What was predicted and not seen to be used comes last.
+		m := &memory{order: cmp.Or(g.order, math.MaxUint32)}
 		samples, usedSamples := unitPages(g.sampled), unitPages(g.sampled&g.used)
 		// Predicted pages that are no samples share the fate of most samples
-		// around them.
-		likely := 2*bits.OnesCount32(g.sampled&g.used) >= bits.OnesCount32(g.sampled)
+		// around them; without any, something in the group must have been wanted.
+		likely := 2*bits.OnesCount32(g.sampled&g.used) >= bits.OnesCount32(g.sampled) && (g.sampled != 0 || g.order != 0)
 		for i := range m.pages {
 			p := g.predicted[i] &^ g.touched[i]
 			s := p & samples[i]

@@ -37,17 +37,17 @@ func use(h *History, runs []Run, is func(page uint64) bool) int {
 // wanted.
 func TestRepeat(t *testing.T) {
 	h := New()
-	require.Empty(t, h.Predict(), "nothing is known")
+	require.Empty(t, h.Predict(0), "nothing is known")
 	h.Wanted(5*GroupPages, 5*GroupPages+100)
 	h.Wanted(10, 20)
 	h.EndStep()
 
 	h.Wanted(5*GroupPages, 5*GroupPages+16)
 	h.Wanted(10, 16)
-	runs := h.Predict()
+	runs := h.Predict(0)
 	require.Len(t, pages(runs), 110-16-6)
 	require.Equal(t, uint64(5*GroupPages+16), runs[0].First)
-	require.Empty(t, h.Predict(), "the same pages again")
+	require.Empty(t, h.Predict(0), "the same pages again")
 }
 
 // TestKinds: the first faults of a step tell which of several kinds it is of, and
@@ -71,14 +71,14 @@ func TestKinds(t *testing.T) {
 	}
 	for k := range kinds {
 		touch(0, 3*UnitPages)
-		runs := h.Predict()
+		runs := h.Predict(0)
 		require.Len(t, pages(runs), common-3*UnitPages, "what all want is likely and nothing else")
 		for p := range pages(runs) {
 			require.Less(t, p, uint64(common))
 		}
 		use(h, runs, func(uint64) bool { return true })
 		touch(base(k), base(k)+5*UnitPages)
-		runs = h.Predict()
+		runs = h.Predict(0)
 		use(h, runs, func(uint64) bool { return true })
 		got := pages(runs)
 		require.Len(t, got, GroupPages-5*UnitPages, "kind %d", k)
@@ -93,14 +93,14 @@ func TestKinds(t *testing.T) {
 // have in common with known ones.
 func TestNovel(t *testing.T) {
 	h := New()
-	for range 5 {
-		h.Wanted(0, 4*GroupPages)
+	for i := range uint64(6) {
+		h.Wanted(i%2*8*GroupPages, (i%2*8+4)*GroupPages)
 		h.EndStep()
 	}
 	for i := range uint64(10) {
 		h.Wanted((100+i)*GroupPages, (100+i)*GroupPages+UnitPages)
 	}
-	require.Empty(t, h.Predict())
+	require.Empty(t, h.Predict(0))
 }
 
 // TestForgets: pages that are no longer used stop being predicted.
@@ -109,7 +109,7 @@ func TestForgets(t *testing.T) {
 	step := func(also bool) map[uint64]bool {
 		h.Wanted(GroupPages, GroupPages+4)
 		h.Wanted(GroupPages+32, GroupPages+36)
-		runs := h.Predict()
+		runs := h.Predict(0)
 		use(h, runs, func(p uint64) bool { return p >= GroupPages })
 		got := pages(runs)
 		for p := uint64(GroupPages); p < GroupPages+256; p++ {
@@ -146,7 +146,7 @@ func TestSamples(t *testing.T) {
 		for u := range uint64(40) { // evidence
 			h.Wanted(u*UnitPages, u*UnitPages+1)
 		}
-		n := use(h, h.Predict(), func(uint64) bool { return true })
+		n := use(h, h.Predict(0), func(uint64) bool { return true })
 		require.InDelta(t, groups*unitsPerGroup/SampleEvery, n, 2)
 		h.EndStep()
 	}
@@ -162,13 +162,28 @@ func TestBudget(t *testing.T) {
 	h.EndStep()
 	h.Wanted(0, 1)
 	h.Wanted(UnitPages, UnitPages+1)
-	n := len(pages(h.Predict()))
+	n := len(pages(h.Predict(0)))
 	require.Greater(t, n, budget)
 	require.LessOrEqual(t, n, 2*budget+GroupPages)
 	for u := range uint64(100) {
 		h.Wanted(u*UnitPages, u*UnitPages+1)
 	}
-	require.Greater(t, len(pages(h.Predict())), 5000)
+	require.Greater(t, len(pages(h.Predict(0))), 5000)
+}
+
+// TestRecent: what the last steps wanted is known, and no more.
+func TestRecent(t *testing.T) {
+	h := New()
+	for i := range uint64(4) {
+		h.Wanted(GroupPages+10*i, GroupPages+10*i+5)
+		h.EndStep()
+	}
+	recent := h.Recent(1)
+	for p := uint64(0); p < 3*GroupPages; p++ {
+		off := p - GroupPages
+		require.Equal(t, off >= 20 && off < 25 || off >= 30 && off < 35, recent(p), "page %d", p)
+	}
+	require.False(t, h.Recent(2)(2*GroupPages))
 }
 
 // TestModel: nothing is predicted twice in a step, nor a page that the step has
@@ -186,7 +201,7 @@ func TestModel(t *testing.T) {
 				for p := first; p < first+n; p++ {
 					ever[p], wanted[p] = true, true
 				}
-				for _, r := range h.Predict() {
+				for _, r := range h.Predict(0) {
 					require.Less(t, r.First, r.End)
 					for p := r.First; p < r.End; p++ {
 						require.False(t, seen[p], "page %d twice", p)
@@ -232,7 +247,7 @@ func TestExport(t *testing.T) {
 	for u := range uint64(6) {
 		sibling.Wanted(200*GroupPages+u*UnitPages, 200*GroupPages+u*UnitPages+1)
 	}
-	require.Len(t, pages(sibling.Predict()), 700-6, "a sibling knows the first step already")
+	require.Len(t, pages(sibling.Predict(0)), 700-6, "a sibling knows the first step already")
 
 	require.ErrorIs(t, New().Import(b, Digest{9}), ErrNotForTemplate)
 	for i := range b {
@@ -262,7 +277,7 @@ func FuzzImport(f *testing.F) {
 			return
 		}
 		h.Wanted(0, 16)
-		h.Predict()
+		h.Predict(0)
 		h.EndStep()
 		require.NoError(t, New().Import(h.Export(Digest{}), Digest{}))
 	})
@@ -288,7 +303,7 @@ func BenchmarkPredict(b *testing.B) {
 	for b.Loop() {
 		h.Wanted(30000, 30016)
 		h.Wanted(40000, 40016)
-		h.Predict()
+		h.Predict(0)
 		b.StopTimer()
 		h.mu.Lock()
 		h.beginStep()

@@ -62,7 +62,7 @@ func replaySteps(h *History, steps [][][2]uint64) (res replay) {
 				if faults >= next && inc <= 512 {
 					next = faults + inc
 					inc *= 2
-					for _, run := range h.Predict() {
+					for _, run := range h.Predict(0) {
 						for p := run.First; p < run.End; p++ {
 							predicted[p] = true
 							res.predicted++

@@ -265,7 +265,7 @@ func (a *Agentzip) Prefetch(_ *Empty, out *control.PrefetchReport) error {
 		return errOff
 	}
 	start := time.Now()
-	n, err := a.d.b.Prefetch(nil)
+	n, err := a.d.b.PrefetchNow(nil)
 	out.Pages, out.ElapsedNS = n, uint64(time.Since(start))
 	return err
 }

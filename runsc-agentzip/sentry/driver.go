@@ -155,7 +155,10 @@ func (d *driver) run() {
 		retry := d.f.IsAsyncLoading()
 		if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && !retry {
 			tier := codec.TierMid
-			if d.conf.deepenAfter == 0 {
+			switch {
+			case process.background.governor.Busy():
+				tier = codec.TierFast
+			case d.conf.deepenAfter == 0:
 				tier = codec.TierDeep
 			}
 			var err error
@@ -217,31 +220,63 @@ func (d *driver) run() {
 // A quietTime is a time in which next to no memory is wanted, and what is done
 // in it once.
 type quietTime struct {
-	since             time.Time
-	trimmed, deepened bool
+	since                          time.Time
+	trimmed, deepened, deepenedAll bool
+	// notBefore is when a deepening that was put off or interrupted may go on.
+	notBefore time.Time
 }
+
+// deepenAllFactor is how many times longer a wait has to last for pages to be
+// compressed harder that the last steps wanted. busyPause is how long compression
+// stays away from a busy host.
+const (
+	deepenAllFactor = 4
+	busyPause       = time.Second
+)
 
 // next returns what is to be done next and when, or nil.
 func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time) {
-	if after := d.conf.trimAfter; after != 0 && !q.trimmed {
+	work, due = q.nextDeepening(d)
+	if after := d.conf.trimAfter; after != 0 && !q.trimmed && (work == nil || due.After(q.since.Add(after))) {
 		return func(func() bool) {
 			q.trimmed = true
 			trim()
 		}, q.since.Add(after)
 	}
-	if after := d.conf.deepenAfter; after != 0 && !q.deepened {
-		return func(stop func() bool) {
-			var n uint64
-			var err error
-			process.background.run(func() { n, err = d.b.Deepen(stop) })
-			// Only what activity interrupted is taken up again.
-			q.deepened = !errors.Is(err, memfile.ErrStopped)
-			if n != 0 || err != nil && !benign(err) {
-				log.Debugf("agentzip: compressed %d stored pages harder (%v)", n, err)
-			}
-		}, q.since.Add(after)
+	return work, due
+}
+
+func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due time.Time) {
+	after := d.conf.deepenAfter
+	if after == 0 {
+		return nil, time.Time{}
 	}
-	return nil, time.Time{}
+	// First what the last steps did not want; all in a wait that lasts.
+	pass, done := d.b.DeepenCold, &q.deepened
+	if q.deepened {
+		after *= deepenAllFactor
+		pass, done = d.b.Deepen, &q.deepenedAll
+	}
+	if *done {
+		return nil, time.Time{}
+	}
+	due = q.since.Add(after)
+	if due.Before(q.notBefore) {
+		due = q.notBefore
+	}
+	return func(stop func() bool) {
+		var n uint64
+		var err error
+		process.background.run(func() {
+			n, err = pass(func() bool { return stop() || process.background.governor.Busy() })
+		})
+		// Only what activity interrupted, or a busy host, is taken up again.
+		*done = !errors.Is(err, memfile.ErrStopped)
+		q.notBefore = time.Now().Add(busyPause)
+		if n != 0 || err != nil && !benign(err) {
+			log.Debugf("agentzip: compressed %d stored pages harder (%v)", n, err)
+		}
+	}, due
 }
 
 // trim gives the host what the Sentry's own heap does not need: half of it is
