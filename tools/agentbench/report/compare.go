@@ -19,6 +19,11 @@ import (
 // in which nothing differs.
 const significance = 0.05
 
+// leastChange is the least change of times and processor times that counts as a
+// difference if one of the runs has one repetition only: less may be what its one
+// episode had in common, such as the machine's speed at that time.
+const leastChange = 0.05
+
 // Comparison says what differs between two runs.
 type Comparison struct {
 	A ComparedRun `json:"a"`
@@ -73,7 +78,9 @@ type Comparand struct {
 	// Both are null if Verdict is Unknown.
 	P         *float64 `json:"p"`
 	AdjustedP *float64 `json:"p_adjusted"`
-	Verdict   Verdict  `json:"verdict"`
+	// MinChange is the least change that counts, besides P.
+	MinChange float64 `json:"min_change,omitempty"`
+	Verdict   Verdict `json:"verdict"`
 }
 
 // NotCompared is something that only one run has or that cannot be compared.
@@ -94,10 +101,10 @@ var comparedDefinitions = map[string]string{
 	"step_p99_ratio":  "99th percentile of a clone's step times over stock's of the same clone in the same run, geometric mean over the clones",
 	"restore_ratio":   "sum of restore times over stock's in the same run",
 	"restore_seconds": "mean restore time, if both runs lack stock",
-	"cpu_ratio":       "processor time of an episode over stock's in the same run",
-	"cpu_seconds":     "mean processor time of an episode, if both runs lack stock",
+	"cpu_ratio":       "processor time of the sandboxes of an episode over stock's in the same run",
+	"cpu_seconds":     "mean processor time of the sandboxes of an episode, if both runs lack stock",
 	"p":               "t-test over clones (of each repetition; for cpu figures over repetitions) of the logarithm of the figure, whose spread is found by leaving out one clone at a time (jackknife); paired if the clones of both runs took the same steps, Welch's otherwise; clones of unequal weight count as correspondingly fewer",
-	"p_adjusted":      "p after Benjamini and Hochberg's correction for the number of figures compared; below 0.05 a difference is beyond noise. Noise that a whole run or episode has in common, such as another program at that time, is not covered: repeat the runs to rule it out",
+	"p_adjusted":      "p after Benjamini and Hochberg's correction for the number of figures compared; below 0.05 a difference is beyond noise, of times and processor times with one repetition only if it is 5 % or more, too (min_change). Noise that a whole run or episode has in common, such as another program at that time, is not covered: repeat the runs to rule it out",
 }
 
 // estimate is the logarithm of a figure of one run, and what each unit
@@ -226,24 +233,25 @@ func Compare(a, b *Report) *Comparison {
 			continue
 		}
 		fa, fb := sa.comparable(g), sb.comparable(g)
+		once := len(sa.episodes[g]) < 2 || len(sb.episodes[g]) < 2
 		stock := group{g.workload, Stock, g.clones}
 		hasA, hasB := slices.Contains(sa.groups, stock), slices.Contains(sb.groups, stock)
 		for _, name := range []string{"owned_bytes", "host_bytes"} {
-			c.compareFigure(g, name, fa, fb)
+			c.compareFigure(g, name, fa, fb, once)
 		}
 		switch {
 		case g == stock:
 			c.compareStock(g, fa, fb)
 		case hasA && hasB:
 			for _, name := range []string{"step_time_ratio", "step_p99_ratio", "restore_ratio", "cpu_ratio"} {
-				c.compareFigure(g, name, fa, fb)
+				c.compareFigure(g, name, fa, fb, once)
 			}
 		case hasA || hasB:
 			c.skip(g, "times", fmt.Sprintf("only %s has stock to compare times with", map[bool]string{true: "A", false: "B"}[hasA]))
 		default:
 			c.warn("neither run has stock with workload %s and %s: times are compared as they are, and the machine's speed with them", g.workload, count(g.clones, "clone", "clones"))
 			for _, name := range []string{"step_seconds", "restore_seconds", "cpu_seconds"} {
-				c.compareFigure(g, name, fa, fb)
+				c.compareFigure(g, name, fa, fb, once)
 			}
 		}
 	}
@@ -320,7 +328,7 @@ func (c *Comparison) compareStock(g group, fa, fb map[string]estimate) {
 	}
 }
 
-func (c *Comparison) compareFigure(g group, name string, fa, fb map[string]estimate) {
+func (c *Comparison) compareFigure(g group, name string, fa, fb map[string]estimate, once bool) {
 	x, ok := c.comparand(g, name, fa, fb)
 	if !ok {
 		_, inA := fa[name]
@@ -329,6 +337,9 @@ func (c *Comparison) compareFigure(g group, name string, fa, fb map[string]estim
 			c.skip(g, name, fmt.Sprintf("only measured in %s", map[bool]string{true: "A", false: "B"}[inA]))
 		}
 		return
+	}
+	if once && !strings.HasSuffix(name, "_bytes") {
+		x.MinChange = leastChange
 	}
 	c.Figures = append(c.Figures, x)
 }
@@ -409,7 +420,7 @@ func (c *Comparison) judge() {
 		q := adjusted
 		x.AdjustedP = &q
 		switch {
-		case adjusted >= significance:
+		case adjusted >= significance, math.Abs(x.Change) < x.MinChange:
 			x.Verdict = Same
 		case x.Change < 0:
 			x.Verdict = Better
@@ -480,7 +491,7 @@ func (c *Comparison) Print(out io.Writer, width int) error {
 		}
 		paragraph(w, width, "  ", line)
 		paragraph(w, width, "", "Less is better for every figure; times are relative to stock's in the same run unless in seconds. p is corrected for the number of figures; "+
-			"beyond noise means p < 0.05. Noise common to a whole episode or run is not in it.")
+			"beyond noise means p < 0.05, and for times and CPU with one repetition a change of 5 % or more. Noise common to a whole episode or run is not in p.")
 	}
 	_, err := w.WriteTo(out)
 	return err
@@ -537,7 +548,12 @@ func comparisonColumns(rows []Comparand) []*column {
 		} else {
 			add(p, fmt.Sprintf("%.3f", *x.AdjustedP))
 		}
-		add(verdict, map[Verdict]string{Better: "better", Worse: "WORSE", Same: "no difference"}[x.Verdict])
+		switch {
+		case x.Verdict == Same && *x.AdjustedP < significance:
+			add(verdict, "below 5 %")
+		default:
+			add(verdict, map[Verdict]string{Better: "better", Worse: "WORSE", Same: "no difference"}[x.Verdict])
+		}
 	}
 	return []*column{system, figure, a, b, change, interval, p, verdict}
 }

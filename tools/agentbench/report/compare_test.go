@@ -61,6 +61,41 @@ func TestCompareScaled(t *testing.T) {
 	require.Contains(t, c.Warnings[0], "stock's own steps took 1.20x as long in B")
 }
 
+// TestCompareOnce: of one episode, small changes of times say nothing.
+func TestCompareOnce(t *testing.T) {
+	for slower, want := range map[float64]Verdict{1.03: Same, 1.06: Worse} {
+		f := compareFake(1)
+		a := f.report()
+		f.repetitions = 1
+		a, b := without(a, func(k Key) bool { return k.Repetition > 0 }), f.report()
+		for i := range b.Steps {
+			if b.Steps[i].System != Stock {
+				b.Steps[i].Seconds *= slower
+			}
+		}
+		for i := range b.Memory {
+			b.Memory[i].OwnedBytes = b.Memory[i].OwnedBytes * 102 / 100
+		}
+		c := Compare(a, b)
+		seen := 0
+		for _, x := range c.Figures {
+			switch x.Figure {
+			case "step_time_ratio":
+				seen++
+				require.Less(t, *x.AdjustedP, significance)
+				require.Equal(t, want, x.Verdict)
+			case "owned_bytes":
+				seen++
+				require.Equal(t, Worse, x.Verdict, "memory is not a matter of the machine's speed")
+			}
+		}
+		require.Equal(t, 5, seen)
+		var w strings.Builder
+		require.NoError(t, c.Print(&w, 100))
+		require.Equal(t, want == Same, strings.Contains(w.String(), "below 5 %"), w.String())
+	}
+}
+
 // TestCompareNoise counts how often noise is called a difference.
 func TestCompareNoise(t *testing.T) {
 	const runs = 300
