@@ -125,6 +125,7 @@ func (e *episode) run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	e.out.SandboxCPUSeconds = sandboxes.Seconds()
 	// KSM's thread counts as others', and a guest process that ended as far as
 	// the kernel does not credit it to its parent.
 	others := e.out.CPUSeconds - e.out.OwnCPUSeconds - sandboxes.Seconds()

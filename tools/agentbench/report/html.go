@@ -155,7 +155,7 @@ func (r *Report) pageTables() [][]Summary {
 				continue
 			}
 			s.OwnedReduction, s.HostReduction, s.OwnedReductionLong = nil, nil, nil
-			s.StepTimeRatio, s.StepP99Ratio, s.RestoreRatio, s.CPURatio = nil, nil, nil, nil
+			s.StepTimeRatio, s.StepP99Ratio, s.RestoreRatio, s.CPURatio, s.HostCPURatio = nil, nil, nil, nil, nil
 			s.Kinds = maps.Clone(s.Kinds)
 			for name, kind := range s.Kinds {
 				kind.Ratio = nil

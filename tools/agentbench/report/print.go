@@ -206,6 +206,11 @@ func summaryColumns(rows []Summary) []*column {
 	restore := &column{head: "restore", spare: 2}
 	cpu := &column{head: "CPU", spare: 1}
 	outputs := &column{head: "outputs", left: true}
+	// Reports of old know the host's only.
+	hostCPU := !slices.ContainsFunc(rows, func(s Summary) bool { return s.CPUSeconds > 0 })
+	if hostCPU {
+		cpu.head = "host CPU"
+	}
 	add := func(c *column, text string) { c.cells = append(c.cells, text) }
 	for _, s := range rows {
 		add(system, s.System)
@@ -234,7 +239,11 @@ func summaryColumns(rows []Summary) []*column {
 		relative(step, s.StepTimeRatio, s.StepSeconds.Sum, true)
 		relative(p99, s.StepP99Ratio, s.StepSeconds.P99, false)
 		relative(restore, s.RestoreRatio, s.RestoreSeconds.Median, false)
-		relative(cpu, s.CPURatio, s.CPUSeconds, false)
+		if hostCPU {
+			relative(cpu, s.HostCPURatio, s.HostCPUSeconds, false)
+		} else {
+			relative(cpu, s.CPURatio, s.CPUSeconds, false)
+		}
 		add(outputs, s.outputs())
 	}
 	return []*column{system, owned, ownedLess, host, hostLess, step, p99, restore, cpu, outputs}

@@ -140,6 +140,9 @@ type Episode struct {
 	// Restores is, for each clone, the time from the restore command to the
 	// first answer.
 	Restores []float64 `json:"restores"`
+	// SandboxCPUSeconds is the processor time of the sandboxes' own processes and
+	// of what the system does for them elsewhere.
+	SandboxCPUSeconds float64 `json:"sandbox_cpu_seconds,omitempty"`
 	// CPUSeconds is the processor time the host spent during the episode, on
 	// whatever; OwnCPUSeconds is the part used by agentbench and its
 	// measurements. IdleCPUSeconds is what the host would have spent anyway, by
@@ -272,10 +275,12 @@ type Summary struct {
 
 	RestoreSeconds Seconds `json:"restore_seconds"`
 	RestoreRatio   *Ratio  `json:"restore_ratio"`
-	// CPUSeconds is the mean over repetitions of the processor time an episode
-	// took.
-	CPUSeconds float64 `json:"cpu_seconds"`
-	CPURatio   *Ratio  `json:"cpu_ratio"`
+	// CPUSeconds is the mean over repetitions of the processor time that the
+	// sandboxes of an episode took, HostCPUSeconds of what the whole host took.
+	CPUSeconds     float64 `json:"cpu_seconds"`
+	CPURatio       *Ratio  `json:"cpu_ratio"`
+	HostCPUSeconds float64 `json:"host_cpu_seconds"`
+	HostCPURatio   *Ratio  `json:"host_cpu_ratio"`
 
 	// OutputsEqual: every answer equals the reference system's and none is
 	// missing. The reference equals itself; its Compared is 0.

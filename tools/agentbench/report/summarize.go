@@ -24,11 +24,13 @@ var definitions = map[string]string{
 	"kinds":                "step_seconds and step_time_ratio of each kind of step",
 	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored one after the other",
 	"restore_ratio":        "sum of restore_seconds over stock's",
-	"cpu_seconds":          "processor time the host spent during an episode, less what agentbench used itself and what the host spends when idle; mean over repetitions",
+	"cpu_seconds":          "processor time of the sandboxes' processes (Sentry, gofer, stubs) from their restore to the end of the episode, of linux also what moving their memory to swap took; mean over repetitions. Guest processes that ended are in it only as far as the kernel credits them to parents that waited for them; the commands that restore, and KSM's thread, are in host_cpu_seconds only",
 	"cpu_ratio":            "sum of cpu_seconds over stock's, same repetitions",
+	"host_cpu_seconds":     "processor time the whole host spent during an episode, other programs included, less what agentbench used itself and what the host spent in the second before; mean over repetitions. A check of cpu_seconds where nothing else ran",
+	"host_cpu_ratio":       "sum of host_cpu_seconds over stock's, same repetitions",
 	"outputs_equal":        "every answer is equal to the reference system's (stock if it ran), and no answer is missing",
 	"outputs_missing":      "steps taken under one of the two systems only",
-	"_ci":                  "95 % confidence interval by bootstrap. What is resampled is whole clones (one clone in one repetition), since the steps and waits of a clone are not independent; for cpu_ratio, repetitions. null with fewer than two of them. It covers differences between clones, not a machine that is slower during a whole episode",
+	"_ci":                  "95 % confidence interval by bootstrap. What is resampled is whole clones (one clone in one repetition), since the steps and waits of a clone are not independent; for cpu ratios and used_reduction, repetitions. null with fewer than two of them. It covers differences between clones, not a machine that is slower during a whole episode",
 	"null ratios":          "stock did not run this workload with this number of clones, or the figure could not be measured",
 }
 
@@ -199,12 +201,23 @@ func (s *samples) restorePairs(top, bottom group) map[unit]pair {
 }
 
 // cpu is, for each repetition, the processor time that the sandboxes of an
-// episode, and all work the host did for them, took.
+// episode took.
 func (s *samples) cpu(g group) map[stepID]float64 {
+	return s.perEpisode(g, func(e Episode) float64 { return e.SandboxCPUSeconds })
+}
+
+// hostCPU is, for each repetition, the processor time that the host spent beyond
+// what it would have without the sandboxes.
+func (s *samples) hostCPU(g group) map[stepID]float64 {
+	return s.perEpisode(g, func(e Episode) float64 { return e.CPUSeconds - e.OwnCPUSeconds - e.IdleCPUSeconds })
+}
+
+// perEpisode is a figure of each repetition's episode, if it is positive.
+func (s *samples) perEpisode(g group, value func(Episode) float64) map[stepID]float64 {
 	out := make(map[stepID]float64)
 	for repetition, e := range s.episodes[g] {
-		if e.CPUSeconds > 0 {
-			out[stepID{unit: unit{repetition: repetition}}] = max(0, e.CPUSeconds-e.OwnCPUSeconds-e.IdleCPUSeconds)
+		if v := value(e); v > 0 {
+			out[stepID{unit: unit{repetition: repetition}}] = v
 		}
 	}
 	return out
@@ -286,6 +299,8 @@ func (s *samples) summary(g group) Summary {
 	out.RestoreSeconds = distribution(inOrder(s.restores(g)))
 	out.RestoreRatio = ratioOfSums(s.restorePairs(g, stock))
 	out.CPURatio = ratioOfSums(s.cpuPairs(g, stock))
+	out.HostCPUSeconds = mean(inOrder(s.hostCPU(g)))
+	out.HostCPURatio = ratioOfSums(paired(s.hostCPU(g), s.hostCPU(stock), counted))
 
 	s.compareOutputs(g, &out)
 	return out

@@ -35,9 +35,9 @@ func TestSummarizeByHand(t *testing.T) {
 	}
 	r := &Report{
 		Episodes: []Episode{
-			{Key: stock, Restores: []float64{2, 4}, CPUSeconds: 13, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 1000},
+			{Key: stock, Restores: []float64{2, 4}, SandboxCPUSeconds: 8, CPUSeconds: 13, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 1000},
 			// The second clone did not come up.
-			{Key: az, Restores: []float64{1, 0}, CPUSeconds: 23, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 300},
+			{Key: az, Restores: []float64{1, 0}, SandboxCPUSeconds: 12, CPUSeconds: 23, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 300},
 		},
 		Steps: []Step{
 			step(stock, 0, 0, "edit", 1, "a"), step(stock, 0, 1, "test", 2, "b"), step(stock, 1, 0, "edit", 1, "c"), step(stock, 1, 1, "test", 6, "d"),
@@ -72,8 +72,10 @@ func TestSummarizeByHand(t *testing.T) {
 	require.Equal(t, 1.0, s.Kinds["test"].Ratio.Value)
 	require.Equal(t, Seconds{Count: 1, Median: 1, P95: 1, P99: 1, Sum: 1}, s.RestoreSeconds)
 	require.Equal(t, 0.5, s.RestoreRatio.Value)
-	require.Equal(t, 20.0, s.CPUSeconds)
-	require.Equal(t, 2.0, s.CPURatio.Value)
+	require.Equal(t, 12.0, s.CPUSeconds)
+	require.Equal(t, 1.5, s.CPURatio.Value)
+	require.Equal(t, 20.0, s.HostCPUSeconds)
+	require.Equal(t, 2.0, s.HostCPURatio.Value)
 	require.Equal(t, 3, s.Compared)
 	require.Equal(t, 1, s.Differ)
 	require.Equal(t, 2, s.Missing)
