@@ -92,7 +92,7 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 	fs.Uint64Var(&c.seed, "seed", 1, "seed of steps and waits; repetition r uses seed+r")
 	fs.Float64Var(&c.waitScale, "wait-scale", 1, "`factor` that waits are multiplied by")
 	fs.StringVar(&c.trace, "trace", "", "replay this JSON `file` of steps and waits on the workload that it names, instead of --workload (format: tools/agentbench/workload/trace.go)")
-	fs.StringVar(&c.json, "json", "out/run.json", "write the results and all samples to this `file`; compressed if its name ends in .gz, none if empty")
+	fs.StringVar(&c.json, "json", "out/run.json", "write the results and all samples to this `file`; compressed if its name ends in .gz, none if empty. An incomplete run writes to NAME.partial.json instead")
 	fs.StringVar(&c.html, "html", "out/run.html", "write a page with plots to this `file`, none if empty")
 	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoints")
 	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with")
@@ -494,8 +494,10 @@ func (b *benchmark) finish(err error) {
 	maps.Copy(r.Definitions, sampleDefinitions)
 }
 
-// write stores and shows the report.
+// write stores and shows the report. One that is incomplete leaves the files of an
+// earlier one alone.
 func (b *benchmark) write(stdout io.Writer) error {
+	var errs []error
 	for _, f := range []struct {
 		path, what string
 		write      func(string) error
@@ -506,12 +508,28 @@ func (b *benchmark) write(stdout io.Writer) error {
 		if f.path == "" {
 			continue
 		}
-		if err := f.write(f.path); err != nil {
-			return err
+		path, what := f.path, f.what
+		if b.report.Error != "" {
+			path, what = partialPath(path), what+", incomplete"
 		}
-		b.progress.say("%s: %s", f.what, f.path)
+		if err := f.write(path); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		b.progress.say("%s: %s", what, path)
 	}
-	return b.report.Print(stdout, columns(stdout))
+	return errors.Join(append(errs, b.report.Print(stdout, columns(stdout)))...)
+}
+
+// partialPath is where the report of a run that broke off goes.
+func partialPath(path string) string {
+	base, gz := strings.CutSuffix(path, ".gz")
+	ext := filepath.Ext(base)
+	base = strings.TrimSuffix(base, ext) + ".partial" + ext
+	if gz {
+		base += ".gz"
+	}
+	return base
 }
 
 // cleanup ends every sandbox and removes every file of the run.

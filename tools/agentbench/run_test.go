@@ -320,3 +320,36 @@ func TestCleanupKeepsRecord(t *testing.T) {
 		lock.Close()
 	}
 }
+
+func TestWriteReport(t *testing.T) {
+	dir := t.TempDir()
+	write := func(cfg runConfig, failure error) (string, error) {
+		var log bytes.Buffer
+		b := newBenchmark(cfg, nil, &log)
+		b.finish(failure)
+		err := b.write(io.Discard)
+		return log.String(), err
+	}
+	cfg := runConfig{json: filepath.Join(dir, "r.json.gz"), html: filepath.Join(dir, "r.html")}
+	_, err := write(cfg, nil)
+	require.NoError(t, err)
+	whole, err := os.ReadFile(cfg.json)
+	require.NoError(t, err)
+
+	log, err := write(cfg, errInterrupted)
+	require.NoError(t, err)
+	for _, name := range []string{"r.partial.json.gz", "r.partial.html"} {
+		assert.FileExists(t, filepath.Join(dir, name))
+		assert.Contains(t, log, "incomplete: "+filepath.Join(dir, name))
+	}
+	now, err := os.ReadFile(cfg.json)
+	require.NoError(t, err)
+	assert.Equal(t, whole, now, "an earlier report stays")
+
+	// What can be written is.
+	cfg = runConfig{json: filepath.Join(dir, "none", "r.json"), html: filepath.Join(dir, "s.html")}
+	_, err = write(cfg, nil)
+	assert.ErrorContains(t, err, "none")
+	assert.FileExists(t, cfg.html)
+	assert.Equal(t, "out.d/run.partial", partialPath("out.d/run"))
+}
