@@ -32,7 +32,7 @@ const linuxName = "linux"
 // systemKinds is every system there is, in the order of reports.
 var systemKinds = []systemKind{
 	{name: report.Stock, summary: "unpatched runsc"},
-	{name: linuxName, summary: "unpatched runsc, a memory cgroup each, moved to compressed swap (zram, lz4) when it waits, KSM on", swaps: true},
+	{name: linuxName, summary: "unpatched runsc, a memory cgroup each, moved to compressed swap (zram, lz4) when it has waited for 200 ms, by a thread of nice 10 as the runtime under test has for its evictions, KSM on", swaps: true},
 	{name: judgedName, summary: "the runtime under test with its defaults", judged: true, counted: true},
 	{name: "agentzip-noprefetch", summary: "nothing is restored before it is touched", judged: true, counted: true,
 		flags: []string{"--agentzip-prefetch=off"}, ablation: "prefetch"},

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -475,7 +476,8 @@ type Reclaimed struct {
 // Reclaim makes the kernel take all memory from the group that it can: pages are
 // swapped out, cached pages of files dropped. The sandbox goes on running and
 // finds everything where it left it. Reclaim takes seconds for a hundred
-// megabytes; it stops when ctx ends, which is no error.
+// megabytes, on a thread of low priority; it stops when ctx ends, which is no
+// error.
 func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 	var (
 		r   Reclaimed
@@ -495,6 +497,7 @@ func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 	defer f.Close()
 	began := time.Now()
 	_, err = interruptible(ctx, func() (int, error) {
+		defer lowerPriority()()
 		before := threadCPU()
 		defer func() { r.CPU += threadCPU() - before }()
 		return unix.Write(int(f.Fd()), []byte(value))
@@ -511,6 +514,27 @@ func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 	}
 	r.After, err = g.bytes()
 	return r, err
+}
+
+// reclaimNice is the nice value of the thread that reclaims. The kernel compresses
+// on it, and in one sandbox's wait that must not keep others from working.
+const reclaimNice = 10
+
+// lowerPriority lets this thread, to which the goroutine must be locked, give way
+// to others until restore is called.
+func lowerPriority() (restore func()) {
+	tid := unix.Gettid()
+	// The system call's result is 20 less the nice value.
+	before, err := unix.Getpriority(unix.PRIO_PROCESS, tid)
+	if err != nil || 20-before >= reclaimNice || unix.Setpriority(unix.PRIO_PROCESS, tid, reclaimNice) != nil {
+		return func() {}
+	}
+	return func() {
+		if unix.Setpriority(unix.PRIO_PROCESS, tid, 20-before) != nil {
+			// Locked once more, the thread ends with the goroutine.
+			runtime.LockOSThread()
+		}
+	}
 }
 
 // threadCPU is the processor time that this thread has taken.

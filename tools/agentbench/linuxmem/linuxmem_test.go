@@ -4,10 +4,12 @@ import (
 	"encoding/binary"
 	"os"
 	"path/filepath"
+	"runtime"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 func TestParseSwaps(t *testing.T) {
@@ -212,5 +214,22 @@ func TestGroupNames(t *testing.T) {
 	for _, name := range []string{"", ".", "..", "a/b", "a\nb"} {
 		_, err := (&Host{}).Group(name)
 		assert.Error(t, err, "%q", name)
+	}
+}
+
+func TestLowerPriority(t *testing.T) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	nice := func() int {
+		n, err := unix.Getpriority(unix.PRIO_PROCESS, unix.Gettid())
+		require.NoError(t, err)
+		return 20 - n
+	}
+	before := nice()
+	restore := lowerPriority()
+	require.GreaterOrEqual(t, nice(), min(reclaimNice, 19))
+	restore()
+	if os.Geteuid() == 0 {
+		require.Equal(t, before, nice())
 	}
 }
