@@ -17,7 +17,7 @@ func checkFits(available, perSandbox uint64, clones int) error {
 	if need <= usable {
 		return nil
 	}
-	msg := fmt.Sprintf("%d stock sandboxes need about %s of memory and only %s is available", clones, mib(need), mib(available))
+	msg := fmt.Sprintf("%d stock sandboxes need up to %s of memory, and of the %s available they may take %s", clones, mib(need), mib(available), mib(usable))
 	fits := usable / perSandbox
 	if fits == 0 {
 		return fmt.Errorf("%s: not even one fits", msg)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -344,12 +345,17 @@ func (b *benchmark) checkMemory() error {
 	if err != nil {
 		return err
 	}
-	for _, w := range b.cfg.workloads {
-		if err := checkFits(host.Available, w.EstimatedBytes+overheadEstimate, slices.Max(b.cfg.clones)); err != nil {
-			return fmt.Errorf("workload %s: %w", w.Name, err)
-		}
+	w := largest(b.cfg.workloads)
+	if err := checkFits(host.Available, w.EstimatedBytes+overheadEstimate, slices.Max(b.cfg.clones)); err != nil {
+		return fmt.Errorf("workload %s: %w", w.Name, err)
 	}
 	return nil
+}
+
+// largest is the workload whose clones need the most: what fits with it fits with
+// all.
+func largest(workloads []workload.Workload) workload.Workload {
+	return slices.MaxFunc(workloads, func(a, b workload.Workload) int { return cmp.Compare(a.EstimatedBytes, b.EstimatedBytes) })
 }
 
 // checkSystems makes sure that the machine can run all systems, or leaves out

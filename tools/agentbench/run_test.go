@@ -138,7 +138,13 @@ func TestCheckFits(t *testing.T) {
 	const gb = 1 << 30
 	assert.NoError(t, checkFits(10*gb, gb, 9))
 	assert.ErrorContains(t, checkFits(10*gb, gb, 10), "use --clones 9 or less")
+	assert.ErrorContains(t, checkFits(10*gb, gb, 10), "need up to 10240 MiB of memory, and of the 10240 MiB available they may take 9216 MiB")
 	assert.ErrorContains(t, checkFits(gb, gb, 1), "not even one fits")
+	all, err := parseWorkloads("all")
+	require.NoError(t, err)
+	for _, w := range all {
+		assert.LessOrEqual(t, w.EstimatedBytes, largest(all).EstimatedBytes)
+	}
 }
 
 func TestSampleAt(t *testing.T) {
