@@ -48,7 +48,7 @@ def build(server, extra={}, tree_bytes=TREE_BYTES):
             for word in re.findall(r"[A-Za-z_]\w+", line):
                 index.setdefault(word, []).append((path, number))
     server.namespace.update(files=files, trees=trees, functions=functions, index=index, ast=ast, re=re, np=np, pd=pd)
-    server.steps.update(look=server.run, git=server.run, test=server.run, commit=server.run,
+    server.steps.update(look=server.run, git=server.run, test=test(server), commit=server.run,
                         search=snippet(server), analyze=snippet(server), edit=edit(server), script=script(server))
     return {"files": len(files), "functions": len(functions), "head": head(server)}
 
@@ -165,6 +165,18 @@ def measure_functions(rng):
 
 
 # ---- steps ----
+
+def test(server):
+    def step(commands, cwd="/", stdin=""):
+        """Runs tests. Those that fail are an answer; a pytest that could not run
+        them, or found none, is a fault."""
+        result = server.run(commands, cwd=cwd, stdin=stdin)
+        for argv, r in zip(commands, result["commands"]):
+            if "pytest" in argv and r["code"] not in (0, 1):
+                raise RuntimeError("%s: exit code %d: %s" % (" ".join(argv), r["code"], r["tail"]))
+        return result
+    return step
+
 
 def edit(server):
     def step(seed, count, name, share):
