@@ -244,6 +244,7 @@ func (e *episode) drive(ctx context.Context) error {
 	}
 	for _, c := range e.clones {
 		e.out.steps = append(e.out.steps, c.steps...)
+		e.out.Waits += len(c.plan) + 1
 	}
 	return nil
 }

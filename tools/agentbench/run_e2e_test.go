@@ -186,6 +186,7 @@ func TestRunEndToEnd(t *testing.T) {
 	for _, e := range r.Episodes {
 		taking[e.System]++
 		assert.Len(t, e.Restores, 2)
+		assert.Equal(t, 2*5, e.Waits)
 		assert.Positive(t, e.SandboxCPUSeconds)
 		assert.Positive(t, e.CPUSeconds)
 		assert.Positive(t, e.OwnCPUSeconds)

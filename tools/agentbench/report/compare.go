@@ -98,7 +98,7 @@ var comparedDefinitions = map[string]string{
 	"host_bytes":      "mean memory that a clone adds to the host over all waits",
 	"step_time_ratio": "sum of step times over stock's in the same run, so that the machine's speed cancels out",
 	"step_seconds":    "mean step time, if both runs lack stock",
-	"step_p99_ratio":  "99th percentile of a clone's step times over stock's of the same clone in the same run, geometric mean over the clones",
+	"step_p99_ratio":  "99th percentile of a clone's step times (of fewer than 100, the slowest) over stock's of the same clone in the same run, geometric mean over the clones",
 	"restore_ratio":   "sum of restore times over stock's in the same run",
 	"restore_seconds": "mean restore time, if both runs lack stock",
 	"cpu_ratio":       "processor time of the sandboxes of an episode over stock's in the same run",
@@ -508,7 +508,7 @@ func (r ComparedRun) String() string {
 // comparedNames are the figures as people read them.
 var comparedNames = map[string]string{
 	"owned_bytes": "owned MiB", "host_bytes": "host MiB", "step_time_ratio": "step time", "step_seconds": "step time, s",
-	"step_p99_ratio": "step p99", "restore_ratio": "restore", "restore_seconds": "restore, s", "cpu_ratio": "CPU", "cpu_seconds": "CPU, s",
+	"step_p99_ratio": "slow steps", "restore_ratio": "restore", "restore_seconds": "restore, s", "cpu_ratio": "CPU", "cpu_seconds": "CPU, s",
 }
 
 func comparisonColumns(rows []Comparand) []*column {

@@ -173,6 +173,7 @@ func (f fake) episode(r *Report, k Key, wi float64, kinds []string, base map[str
 	}
 	e.CPUSeconds = 1.1*total*b.cpu/b.step*math.Exp(0.03*noise.NormFloat64()) + 2
 	e.SandboxCPUSeconds = 0.9 * (e.CPUSeconds - 2)
+	e.Waits = k.Clones*(f.steps+1) + 3
 	e.OwnCPUSeconds, e.IdleCPUSeconds = 1.5, 0.5
 	r.Episodes = append(r.Episodes, e)
 }

@@ -88,6 +88,7 @@ func (r *Report) html(w io.Writer) error {
 		"mib": mib, "size": func(n uint64) string { return size(float64(n)) }, "seconds": seconds, "elapsed": elapsed, "times": times, "margin": margin, "interval": intervalText,
 		"count": count, "short": func(b json.RawMessage) string { return shortened(b) }, "join": strings.Join,
 		"json":    func(v any) (string, error) { b, err := json.Marshal(v); return string(b), err },
+		"tail":    tailName,
 		"outputs": func(s Summary) string { return s.outputs() },
 		"class":   r.drawing().classOf, "kinds": kindNames, "chartWidth": func() float64 { return chartWidth },
 	}).Parse(pageTemplate)
@@ -154,7 +155,7 @@ func (r *Report) pageTables() [][]Summary {
 			if s.System != Stock {
 				continue
 			}
-			s.OwnedReduction, s.HostReduction, s.OwnedReductionLong = nil, nil, nil
+			s.OwnedReduction, s.HostReduction, s.OwnedReductionLong, s.UsedReduction = nil, nil, nil, nil
 			s.StepTimeRatio, s.StepP99Ratio, s.RestoreRatio, s.CPURatio, s.HostCPURatio = nil, nil, nil, nil, nil
 			s.Kinds = maps.Clone(s.Kinds)
 			for name, kind := range s.Kinds {
@@ -285,7 +286,7 @@ func (d *drawing) sections() []section {
 		{"latency", "Step times", "The part of all steps that was answered within a time; dots: half, 95 % and 99 %. A line further left is quicker.", perNumber(d.latency)},
 		{"kinds", "Step times by kind of step", "", perNumber(d.kinds)},
 		{"ablation", "What each part is good for", "Owned memory per clone and step time with one part of the runtime switched off.", perNumber(d.ablations)},
-		{"restore", "Restore", "From the restore command to the first answer; the clones of an episode are restored at the same time.", perNumber(d.restores)},
+		{"restore", "Restore", "From the restore command to the first answer; the clones of an episode are restored one after the other.", perNumber(d.restores)},
 	}
 	return slices.DeleteFunc(sections, func(s section) bool { return len(s.Views) == 0 || len(s.Views[0].Charts) == 0 })
 }

@@ -121,7 +121,10 @@ func (r *Report) Print(out io.Writer, width int) error {
 	} else {
 		fmt.Fprintln(w)
 		legend := "owned and host: MiB per clone, mean over the waits; owned leaves the template out, host is all that a clone adds to the host (~: estimated). " +
-			"less: times less than stock. Step time (sum), p99 of the steps, restore (median) and CPU are stock's in seconds, the others' relative to them. ±: 95 % confidence."
+			"less: times less than stock. Step time (sum), p99 of the steps or the slowest of less than 100, restore (median) and CPU are stock's in seconds, the others' relative to them. ±: 95 % confidence."
+		if !slices.Contains(left, "used") {
+			legend += " used: what the host's available memory fell by, MiB per clone, mean over all the time, and times less than stock."
+		}
 		paragraph(w, width, "", legend)
 		if len(left) > 0 {
 			paragraph(w, width, "", fmt.Sprintf("A wider terminal also shows: %s.", strings.Join(left, ", ")))
@@ -202,9 +205,10 @@ func summaryColumns(rows []Summary) []*column {
 	host := &column{head: "host"}
 	hostLess := &column{head: "less"}
 	step := &column{head: "step time"}
-	p99 := &column{head: "p99", spare: 3}
-	restore := &column{head: "restore", spare: 2}
-	cpu := &column{head: "CPU", spare: 1}
+	used := &column{head: "used", spare: 1}
+	p99 := &column{head: tailName(rows), spare: 4}
+	restore := &column{head: "restore", spare: 3}
+	cpu := &column{head: "CPU", spare: 2}
 	outputs := &column{head: "outputs", left: true}
 	// Reports of old know the host's only.
 	hostCPU := !slices.ContainsFunc(rows, func(s Summary) bool { return s.CPUSeconds > 0 })
@@ -236,6 +240,11 @@ func summaryColumns(rows []Summary) []*column {
 			add(ownedLess, ratioText(s.OwnedReduction, false))
 			add(hostLess, ratioText(s.HostReduction, false))
 		}
+		if s.System == Stock || s.UsedReduction == nil {
+			add(used, mib(s.UsedBytesMean))
+		} else {
+			add(used, mib(s.UsedBytesMean)+" "+times(s.UsedReduction.Value))
+		}
 		relative(step, s.StepTimeRatio, s.StepSeconds.Sum, true)
 		relative(p99, s.StepP99Ratio, s.StepSeconds.P99, false)
 		relative(restore, s.RestoreRatio, s.RestoreSeconds.Median, false)
@@ -246,5 +255,14 @@ func summaryColumns(rows []Summary) []*column {
 		}
 		add(outputs, s.outputs())
 	}
-	return []*column{system, owned, ownedLess, host, hostLess, step, p99, restore, cpu, outputs}
+	return []*column{system, owned, ownedLess, host, hostLess, used, step, p99, restore, cpu, outputs}
+}
+
+// tailName is what the 99th percentile of the rows' step times is called: of
+// fewer than 100 it is the slowest.
+func tailName(rows []Summary) string {
+	if slices.ContainsFunc(rows, func(s Summary) bool { return s.StepSeconds.Count < 100 }) {
+		return "slowest"
+	}
+	return "p99"
 }

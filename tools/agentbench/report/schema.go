@@ -146,10 +146,13 @@ type Episode struct {
 	// CPUSeconds is the processor time the host spent during the episode, on
 	// whatever; OwnCPUSeconds is the part used by agentbench and its
 	// measurements. IdleCPUSeconds is what the host would have spent anyway, by
-	// its load before the run.
+	// its load in the second before the episode.
 	CPUSeconds     float64 `json:"cpu_seconds"`
 	OwnCPUSeconds  float64 `json:"own_cpu_seconds"`
 	IdleCPUSeconds float64 `json:"idle_cpu_seconds"`
+	// Waits is how many waits its clones had, those too short to be measured and
+	// those in which the machine was too busy included.
+	Waits int `json:"waits,omitempty"`
 	// PeakBytes is the most memory all sandboxes together added to the host.
 	PeakBytes uint64 `json:"peak_bytes"`
 	// TemplateOnceBytes is what the host caches of a template that all clones
@@ -260,11 +263,21 @@ type Summary struct {
 	// OwnedOutsideBytes is OwnedBytes as seen without asking the runtime.
 	OwnedOutsideBytes float64 `json:"owned_outside_bytes,omitempty"`
 
+	// UsedBytesMean is what the Timeline shows per clone, mean over all the time of
+	// the episodes.
+	UsedBytesMean float64 `json:"used_bytes_mean"`
+
 	OwnedReduction *Ratio `json:"owned_reduction"`
 	HostReduction  *Ratio `json:"host_reduction"`
 	// OwnedReductionLong is OwnedReduction over waits measured after at least
 	// LongWait seconds.
 	OwnedReductionLong *Ratio `json:"owned_reduction_long"`
+	UsedReduction      *Ratio `json:"used_reduction"`
+
+	// WaitsMeasured is how many waits the means are over, WaitsUnmeasured how many
+	// are missing from them.
+	WaitsMeasured   int `json:"waits_measured"`
+	WaitsUnmeasured int `json:"waits_unmeasured"`
 
 	// StepTimeRatio compares the sums of step times.
 	StepTimeRatio *Ratio  `json:"step_time_ratio"`

@@ -10,17 +10,21 @@ import (
 
 // definitions explains the figures of Summary by their JSON name.
 var definitions = map[string]string{
-	"owned_bytes":          "memory kept for one clone beyond the template it was restored from; mean over all waits of all clones, measured at the end of the wait. stock: committed guest pages whose content differs from the template's page at the same offset, compared from outside (a page that the template lacks counts unless it is all zeros). agentzip: owned_bytes of its stats: memory file, compressed store, bookkeeping and its share of the pool. linux: estimated from what stays in memory and what the compressed swap device takes",
+	"owned_bytes":          "memory kept for one clone beyond the template it was restored from; mean over all waits of all clones that were measured, late in the wait (definition of waits). stock: committed guest pages whose content differs from the template's page at the same offset, compared from outside (a page that the template lacks counts unless it is all zeros). agentzip: owned_bytes of its stats: memory file, compressed store, bookkeeping and its share of the pool. linux: estimated from what stays in memory and what the compressed swap device takes",
 	"owned_estimated":      "owned_bytes is not counted page by page but estimated",
 	"owned_outside_bytes":  "owned_bytes estimated without asking the runtime",
-	"host_bytes":           "all memory that one clone adds to the host, in the same waits: guest memory, Sentry, gofer, stubs and page tables, its part of the swap device, and an equal part of a template that all clones share, which counts once",
-	"peak_bytes":           "the most memory that all clones together added to the host at one time, by MemAvailable; mean over repetitions",
+	"host_bytes":           "all memory that one clone adds to the host, in the same waits: guest memory, Sentry, gofer, stubs and page tables, its part of the swap device, and an equal part of what the host caches of a template that all clones share, which counts once",
+	"peak_bytes":           "the most memory that all clones together added to the host at one time, by MemAvailable (timeline, used_bytes) as read every 0.4 s; mean over repetitions",
 	"owned_reduction":      "stock's mean owned_bytes over this system's, over the waits that were measured with both: the same wait of the same clone in the same repetition",
 	"host_reduction":       "the same for host_bytes",
+	"used_bytes_mean":      "what all clones together added to the host by MemAvailable (timeline, used_bytes), per clone, mean over all the time from the first restore to the end of the last wait, when clones work included; mean over repetitions. It depends on no one's accounting, but includes what other programs took or gave back, and what the kernel caches for the sandboxes",
+	"used_reduction":       "stock's used_bytes_mean over this system's, same repetitions",
+	"waits_measured":       "waits in which memory was measured: those that owned_bytes and host_bytes are means over",
+	"waits_unmeasured":     "waits in which it was not: those shorter than 0.5 s, and those in which the machine was too busy; 0 where the report does not know",
 	"owned_reduction_long": fmt.Sprintf("owned_reduction over waits that had lasted at least %d s when they were measured", LongWait),
 	"step_seconds":         "wall time of tool steps, from the request to the answer",
 	"step_time_ratio":      "sum of step_seconds over stock's sum for the same steps: the same step of the same clone in the same repetition",
-	"step_p99_ratio":       "99th percentile of step_seconds over stock's 99th percentile for the same steps",
+	"step_p99_ratio":       "99th percentile of step_seconds over stock's 99th percentile for the same steps; of fewer than 100 steps that is the slowest step over stock's slowest. The percentiles are by nearest rank",
 	"kinds":                "step_seconds and step_time_ratio of each kind of step",
 	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored one after the other",
 	"restore_ratio":        "sum of restore_seconds over stock's",
@@ -28,7 +32,7 @@ var definitions = map[string]string{
 	"cpu_ratio":            "sum of cpu_seconds over stock's, same repetitions",
 	"host_cpu_seconds":     "processor time the whole host spent during an episode, other programs included, less what agentbench used itself and what the host spent in the second before; mean over repetitions. A check of cpu_seconds where nothing else ran",
 	"host_cpu_ratio":       "sum of host_cpu_seconds over stock's, same repetitions",
-	"outputs_equal":        "every answer is equal to the reference system's (stock if it ran), and no answer is missing",
+	"outputs_equal":        "every answer is equal to the reference system's (stock if it ran), the digest of everything a clone holds at the end included, and no answer is missing",
 	"outputs_missing":      "steps taken under one of the two systems only",
 	"_ci":                  "95 % confidence interval by bootstrap. What is resampled is whole clones (one clone in one repetition), since the steps and waits of a clone are not independent; for cpu ratios and used_reduction, repetitions. null with fewer than two of them. It covers differences between clones, not a machine that is slower during a whole episode",
 	"null ratios":          "stock did not run this workload with this number of clones, or the figure could not be measured",
@@ -65,6 +69,9 @@ type samples struct {
 	steps    map[group]map[stepID]Step
 	waits    map[group]map[stepID]wait
 	episodes map[group]map[int]Episode
+	// used is the mean over time of what the timeline shows per clone, by
+	// repetition.
+	used map[group]map[stepID]float64
 	// differ are the steps whose answers are in Mismatches.
 	differ map[group]map[stepID]bool
 }
@@ -81,6 +88,7 @@ func (r *Report) samples() *samples {
 		steps:    make(map[group]map[stepID]Step),
 		waits:    make(map[group]map[stepID]wait),
 		episodes: make(map[group]map[int]Episode),
+		used:     make(map[group]map[stepID]float64),
 		differ:   make(map[group]map[stepID]bool),
 	}
 	seen := make(map[group]bool)
@@ -111,6 +119,15 @@ func (r *Report) samples() *samples {
 			estimated: w.estimated || m.OwnedEstimated, samples: n + 1,
 		}
 	}
+	lines := make(map[Key][]Point)
+	for _, p := range r.Timeline {
+		lines[p.Key] = append(lines[p.Key], p)
+	}
+	for k, points := range lines {
+		if v := meanOverTime(points) / float64(max(k.Clones, 1)); v > 0 {
+			at(s.used, k.group())[stepID{unit: unit{repetition: k.Repetition}}] = v
+		}
+	}
 	for _, m := range r.Mismatches {
 		at(s.differ, m.group())[stepID{unit{m.Repetition, m.Clone}, m.Index}] = true
 	}
@@ -130,6 +147,26 @@ func (r *Report) samples() *samples {
 			cmp.Compare(systems[a.system], systems[b.system]), cmp.Compare(a.system, b.system))
 	})
 	return s
+}
+
+// meanOverTime is the mean of a timeline's used bytes from the start of the episode
+// to the last point, each pair of points joined by a line.
+func meanOverTime(points []Point) float64 {
+	points = slices.Clone(points)
+	slices.SortStableFunc(points, func(a, b Point) int { return cmp.Compare(a.At, b.At) })
+	var area, last, value float64
+	for i, p := range points {
+		v := float64(p.UsedBytes)
+		if i == 0 {
+			value = v
+		}
+		area += (p.At - last) * (value + v) / 2
+		last, value = p.At, v
+	}
+	if last <= 0 {
+		return 0
+	}
+	return area / last
 }
 
 // reference is the system that answers are compared with: stock, or the first
@@ -268,6 +305,14 @@ func (s *samples) summary(g group) Summary {
 	out.OwnedReduction = ratioOfSums(s.waitPairs(stock, g, ownedOf, 0))
 	out.HostReduction = ratioOfSums(s.waitPairs(stock, g, hostOf, 0))
 	out.OwnedReductionLong = ratioOfSums(s.waitPairs(stock, g, ownedOf, LongWait))
+
+	out.UsedBytesMean = mean(inOrder(s.used[g]))
+	out.UsedReduction = ratioOfSums(paired(s.used[stock], s.used[g], counted))
+	out.WaitsMeasured = len(s.waits[g])
+	for _, e := range s.episodes[g] {
+		out.WaitsUnmeasured += e.Waits
+	}
+	out.WaitsUnmeasured = max(0, out.WaitsUnmeasured-out.WaitsMeasured)
 
 	times, byKind := []float64(nil), make(map[string][]float64)
 	for _, t := range inOrder(s.steps[g]) {

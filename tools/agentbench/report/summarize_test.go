@@ -35,7 +35,7 @@ func TestSummarizeByHand(t *testing.T) {
 	}
 	r := &Report{
 		Episodes: []Episode{
-			{Key: stock, Restores: []float64{2, 4}, SandboxCPUSeconds: 8, CPUSeconds: 13, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 1000},
+			{Key: stock, Restores: []float64{2, 4}, Waits: 5, SandboxCPUSeconds: 8, CPUSeconds: 13, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 1000},
 			// The second clone did not come up.
 			{Key: az, Restores: []float64{1, 0}, SandboxCPUSeconds: 12, CPUSeconds: 23, OwnCPUSeconds: 2, IdleCPUSeconds: 1, PeakBytes: 300},
 		},
@@ -50,6 +50,11 @@ func TestSummarizeByHand(t *testing.T) {
 			mem(az, 0, -1, 1, 10, 500), mem(az, 0, 0, 12, 20, 500), mem(az, 0, 0, 18, 40, 500),
 		},
 	}
+	r.Timeline = []Point{
+		// 400 for 2 s, falling to 0 in 1 s, 0 for 1 s; points need not be in order.
+		{Key: stock, At: 4, UsedBytes: 0}, {Key: stock, At: 2, UsedBytes: 400}, {Key: stock, At: 3, UsedBytes: 0},
+		{Key: az, At: 1, UsedBytes: 50}, {Key: az, At: 5, UsedBytes: 50},
+	}
 	r.Summarize()
 	require.Len(t, r.Summary, 2)
 	require.Equal(t, Stock, r.Summary[1].System, "without lists of systems, rows are sorted by name")
@@ -58,6 +63,10 @@ func TestSummarizeByHand(t *testing.T) {
 	require.Equal(t, 20.0, s.OwnedBytes)
 	require.Equal(t, 500.0, s.HostBytes)
 	require.Equal(t, 300.0, s.PeakBytes)
+	require.Equal(t, 25.0, s.UsedBytesMean)
+	require.Equal(t, 5.0, s.UsedReduction.Value)
+	require.Equal(t, 2, s.WaitsMeasured)
+	require.Zero(t, s.WaitsUnmeasured, "not known")
 	require.Equal(t, 10.0, s.OwnedReduction.Value)
 	require.False(t, s.OwnedReduction.HasInterval(), "one clone in common")
 	require.Equal(t, 2.0, s.HostReduction.Value)
@@ -82,6 +91,9 @@ func TestSummarizeByHand(t *testing.T) {
 	require.False(t, s.OutputsEqual)
 
 	s = row(t, r, "w", Stock, 2)
+	require.Equal(t, 125.0, s.UsedBytesMean)
+	require.Equal(t, 3, s.WaitsMeasured)
+	require.Equal(t, 2, s.WaitsUnmeasured)
 	require.True(t, s.Reference)
 	require.True(t, s.OutputsEqual)
 	require.Equal(t, 1.0, s.StepTimeRatio.Value)
