@@ -50,7 +50,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test agentbench-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -80,7 +80,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test docker-test template-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -118,6 +118,19 @@ agentbench-test: build stock check-root ## Run a small benchmark of agents
 	AGENTBENCH_RUNTIME=$(RUNTIME) AGENTBENCH_STOCK=$(STOCK) $(SANDBOX) -timeout 10m -run EndToEnd ./tools/agentbench
 	bin/agentbench run --workload swe --clones 4 --steps 10 --wait-scale 0.3 --systems stock,linux,agentzip --skip-unavailable \
 		--json out/agentbench-test.json --html out/agentbench-test.html
+
+# A killed test leaves its record of what it changed on the host in this folder,
+# where .ci/run finds it.
+linux-test: stock check-root ## Test the set-up of zram, KSM and cgroups on this machine
+	@if ! [ -w /sys/class/zram-control/hot_remove ] || ! [ -w /sys/kernel/mm/ksm/run ]; then \
+		echo "make: this machine lacks zram or KSM: the tests that set them up are skipped"; \
+	elif [ "$$(wc -l </proc/swaps)" -gt 1 ]; then \
+		echo "make: this machine has swap in use: the tests that set swap up are skipped"; \
+	else \
+		dir=$$(mktemp -d /var/tmp/linuxmem-test-XXXXXX) && \
+		LINUXMEM_E2E=1 FLEET_RUNSC=$(STOCK) TMPDIR=$$dir $(SANDBOX) -timeout 15m ./tools/agentbench/linuxmem && \
+		rm -rf "$$dir"; \
+	fi
 
 test-long: test ## Also run the sandbox tests that take long
 	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long

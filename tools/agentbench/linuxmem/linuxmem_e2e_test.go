@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,9 +27,14 @@ const (
 	// e2eEnv switches the end-to-end tests on: they change the machine's swap,
 	// KSM and cgroups for a while.
 	e2eEnv = "LINUXMEM_E2E"
+	// abandonedEnv names a directory in which tests that were killed were at work.
+	abandonedEnv = "LINUXMEM_ABANDONED"
 	// runscEnv names a stock runsc, for the test that runs a sandbox.
 	runscEnv = "FLEET_RUNSC"
 )
+
+// stateName is what the tests' state files are called.
+const stateName = "state.json"
 
 // The test program plays other parts too.
 func TestMain(m *testing.M) {
@@ -175,6 +181,24 @@ func waitIn(g *Group, pid int) error {
 	return fmt.Errorf("process %d is not in %s", pid, g.dir)
 }
 
+// TestRemoveAbandoned undoes what a killed test left behind.
+func TestRemoveAbandoned(t *testing.T) {
+	dir := os.Getenv(abandonedEnv)
+	if dir == "" {
+		t.Skipf("set %s to the directory that a killed test had as TMPDIR", abandonedEnv)
+	}
+	require.NoError(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		if err == nil && strings.TrimSuffix(e.Name(), newSuffix) == stateName {
+			err = RestoreHost(filepath.Join(filepath.Dir(path), stateName))
+		}
+		// RestoreHost removes both files at once.
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	}))
+}
+
 // needHost skips the test unless it may change the machine, and makes sure that
 // the machine is the same afterwards.
 func needHost(t *testing.T) {
@@ -226,7 +250,7 @@ func TestEndToEnd(t *testing.T) {
 	needHost(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
-	file := filepath.Join(t.TempDir(), "state.json")
+	file := filepath.Join(t.TempDir(), stateName)
 	o := Options{ZramBytes: 512 << 20, StateFile: file, Say: t.Logf}
 	h, err := Setup(ctx, o)
 	require.NoError(t, err)
@@ -318,7 +342,7 @@ func TestEndToEnd(t *testing.T) {
 func TestSetupFails(t *testing.T) {
 	needHost(t)
 	dir := t.TempDir()
-	file := filepath.Join(dir, "state.json")
+	file := filepath.Join(dir, stateName)
 	_, err := Setup(t.Context(), Options{ZramBytes: 64 << 20, Algorithm: "bogus", StateFile: file})
 	assert.ErrorContains(t, err, "lz4", "the message names what there is")
 	ctx, cancel := context.WithCancel(t.Context())
@@ -328,7 +352,7 @@ func TestSetupFails(t *testing.T) {
 		}
 	}})
 	assert.Error(t, err)
-	_, err = Setup(t.Context(), Options{StateFile: filepath.Join(dir, "missing", "state.json")})
+	_, err = Setup(t.Context(), Options{StateFile: filepath.Join(dir, "missing", stateName)})
 	assert.Error(t, err)
 	_, err = Setup(t.Context(), Options{})
 	assert.Error(t, err)
@@ -365,7 +389,7 @@ func testKilledAnywhere(t *testing.T, part string) {
 	needHost(t)
 	before := describeHost(t)
 	dir := t.TempDir()
-	file := filepath.Join(dir, "state.json")
+	file := filepath.Join(dir, stateName)
 	steps := 0
 	for n := 1; ; n++ {
 		step := playDead(t, part, file, n)
@@ -388,7 +412,7 @@ func testKilledAnywhere(t *testing.T, part string) {
 func TestRestoreKilledAnywhere(t *testing.T) {
 	needHost(t)
 	before := describeHost(t)
-	file := filepath.Join(t.TempDir(), "state.json")
+	file := filepath.Join(t.TempDir(), stateName)
 	for n := 1; ; n++ {
 		killAt(t, file, "process started")
 		step := playDead(t, "restore", file, n)
@@ -419,7 +443,7 @@ func killAt(t *testing.T, file, name string) {
 func TestDeviceTakenByOthers(t *testing.T) {
 	needHost(t)
 	before := describeHost(t)
-	file := filepath.Join(t.TempDir(), "state.json")
+	file := filepath.Join(t.TempDir(), stateName)
 	mkswap := func(n int) {
 		out, err := exec.Command("mkswap", "-L", "precious", zramNode(n)).CombinedOutput()
 		require.NoError(t, err, "%s", out)
@@ -467,7 +491,7 @@ func TestDeviceTakenByOthers(t *testing.T) {
 // TestKSMChangedByOthers: a setting that is not ours any more stays.
 func TestKSMChangedByOthers(t *testing.T) {
 	needHost(t)
-	file := filepath.Join(t.TempDir(), "state.json")
+	file := filepath.Join(t.TempDir(), stateName)
 	before, err := readTrimmed(filepath.Join(ksmDir, "pages_to_scan"))
 	require.NoError(t, err)
 	killAt(t, file, "process started")
@@ -489,7 +513,7 @@ func TestSandbox(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	dir := t.TempDir()
-	h, err := Setup(ctx, Options{ZramBytes: 1 << 30, StateFile: filepath.Join(dir, "state.json"), Say: t.Logf})
+	h, err := Setup(ctx, Options{ZramBytes: 1 << 30, StateFile: filepath.Join(dir, stateName), Say: t.Logf})
 	require.NoError(t, err)
 	defer func() { assert.NoError(t, h.Close(ctx)) }()
 	rt, err := fleet.New(fleet.Options{Binary: binary, Log: io.Discard})
