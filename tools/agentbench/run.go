@@ -365,7 +365,8 @@ func (b *benchmark) checkSystems(ctx context.Context) error {
 	for _, s := range b.cfg.systems {
 		if s.swaps {
 			if err := b.probeSwap(ctx); err != nil {
-				if !b.cfg.skip || ctx.Err() != nil {
+				// What could not be undone spoils the other systems' figures.
+				if !b.cfg.skip || ctx.Err() != nil || b.swapLeft() {
 					return fmt.Errorf("system %s: %w", s.name, err)
 				}
 				b.progress.say("leaving out the system %s: %v", s.name, err)

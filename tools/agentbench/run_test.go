@@ -359,3 +359,23 @@ func TestWriteReport(t *testing.T) {
 	assert.FileExists(t, cfg.html)
 	assert.Equal(t, "out.d/run.partial", partialPath("out.d/run"))
 }
+
+func TestMergeCommand(t *testing.T) {
+	var out bytes.Buffer
+	assert.ErrorIs(t, runMerge(t.Context(), []string{"one.json"}, &out, &out), errUsage)
+	assert.Contains(t, out.String(), "two reports or more")
+
+	dir := t.TempDir()
+	var args []string
+	for n := range 2 {
+		r := &report.Report{Episodes: []report.Episode{{Key: report.Key{Workload: "w", System: "stock", Clones: n + 1}}}}
+		path := filepath.Join(dir, fmt.Sprint(n, ".json"))
+		require.NoError(t, r.Write(path))
+		args = append(args, path)
+	}
+	merged := filepath.Join(dir, "new", "m.json")
+	require.NoError(t, runMerge(t.Context(), append(args, "--json", merged, "--html", ""), &out, &out))
+	m, err := report.Read(merged)
+	require.NoError(t, err)
+	assert.Len(t, m.Episodes, 2)
+}

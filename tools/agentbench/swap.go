@@ -59,11 +59,17 @@ func (b *benchmark) removeSwap() error {
 		b.swap = nil
 		return nil
 	}
-	// A Setup that failed and could not take back what it had done.
-	if _, err := os.Lstat(b.swapState()); err != nil {
+	if !b.swapLeft() {
 		return nil
 	}
 	return linuxmem.RestoreHost(b.swapState())
+}
+
+// swapLeft says whether anything on the host is changed, also by a Setup that
+// failed and could not take back what it had done.
+func (b *benchmark) swapLeft() bool {
+	_, err := os.Lstat(b.swapState())
+	return err == nil
 }
 
 // swapHost is a linuxmem.Host as far as it has to be removed.
