@@ -407,7 +407,7 @@ func (d *demo) runGroup(ctx context.Context, group []*system) error {
 // restore starts the clones of a system.
 func (d *demo) restore(ctx context.Context, s *system) error {
 	for i := range d.cfg.clones {
-		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%d", s.name, i), d.bundle, s.image)
+		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%03d", s.name, i), d.bundle, s.image)
 		if err != nil {
 			return fmt.Errorf("restoring %s clone %d: %w", s.name, i, err)
 		}

@@ -215,7 +215,8 @@ func (e *episode) start(ctx context.Context, clone int) (*fleet.Sandbox, error) 
 	if e.swap != nil {
 		opts = e.clones[clone].swap.startOptions()
 	}
-	return e.sys.rt.Restore(ctx, fmt.Sprintf("clone-%d", clone), e.work.bundle, e.work.images[e.sys.judged], opts...)
+	// Of one width: runsc takes the beginning of an id for the id.
+	return e.sys.rt.Restore(ctx, fmt.Sprintf("clone-%03d", clone), e.work.bundle, e.work.images[e.sys.judged], opts...)
 }
 
 // drive lets every clone take all its steps at its own pace, and measures.
