@@ -282,8 +282,8 @@ func TestCompact(t *testing.T) {
 }
 
 // TestCompactFull has no room for a single copy.
-// TestCompactInterrupted: wherever moving blobs is interrupted, the references of
-// roots are right.
+// TestCompactInterrupted: wherever moving blobs is interrupted, and whichever
+// dependants it cannot have, the references of roots are right.
 func TestCompactInterrupted(t *testing.T) {
 	f := newFixture(t, 3000, DefaultOptions())
 	f.kinds(2, 3, 4, 5, kindTight)
@@ -302,10 +302,23 @@ func TestCompactInterrupted(t *testing.T) {
 				f.model[p-f.lo].is = version{}
 			}
 		})
+		// Some dependants are busy, as if they were being restored.
+		var busyPages []uint64
+		f.r.pages(func(p uint64) {
+			w := atomic.LoadUint64(f.b.table.at(p))
+			if w&stateMask == evicted && hasBase(tagOf(w)) && rnd.IntN(4) == 0 {
+				atomic.StoreUint64(f.b.table.at(p), w&^stateMask|busy)
+				busyPages = append(busyPages, p)
+			}
+		})
 		calls := 0
 		f.b.passMu.Lock()
 		err := f.b.compact(func() bool { calls++; return calls > k })
 		f.b.passMu.Unlock()
+		for _, p := range busyPages {
+			w := atomic.LoadUint64(f.b.table.at(p))
+			atomic.StoreUint64(f.b.table.at(p), w&^stateMask|evicted)
+		}
 		if err != nil {
 			require.ErrorIs(t, err, ErrStopped)
 		}

@@ -13,7 +13,8 @@
 // On all memory of a sandbox (44175 pages with language servers started after
 // the restore, 36040 with servers in the template), in bytes per stored page,
 // after the forms that need no search. Two candidates at most; a win must save
-// a sixteenth:
+// a sixteenth. (By an experiment with the codecs of that time; what the whole
+// pipeline reaches, `make bench-codec` tells.)
 //
 //	                                    after    in the template
 //	no search                             885      768
