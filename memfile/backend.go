@@ -155,6 +155,9 @@ type Backend struct {
 	mapTemplate bool
 	extents     atomic.Pointer[[]extent]
 
+	// pool is the host's pool of pages. Once set it stays.
+	pool poolRef
+
 	// history predicts what a resume wants. Steps end when an eviction begins.
 	history *prefetch.History
 

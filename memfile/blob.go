@@ -29,6 +29,12 @@ import (
 // its dependants are gone, which the next deepening sees to. There are no
 // chains: what depends on a root is no root. So restoring a page reads at most
 // one other blob or page of the template.
+//
+// # Pages of the pool
+//
+// A page that the pool has is stored as a blob without content, whose base says
+// where in the pool it is (codec.TagPool). The blob has a reference to that
+// location, which ends with the blob.
 const (
 	blobHeader = 16
 	blobBase   = 5
@@ -72,6 +78,7 @@ const (
 	baseSame     baseKind = 0 // the template's page at the same place
 	baseTemplate baseKind = 1 // the template's page of the given number
 	baseRoot     baseKind = 2 // the page that the blob of the given handle is of
+	basePool     baseKind = 3 // no base: the page itself, at the given PoolLoc
 )
 
 // A baseRef names a base. The zero baseRef is the template's page at the same
@@ -79,6 +86,17 @@ const (
 type baseRef struct {
 	kind baseKind
 	n    uint64
+}
+
+// fits tells whether pages with the tag have a base of this kind.
+func (k baseKind) fits(tag codec.Tag) bool {
+	switch {
+	case tag == codec.TagPool || k == basePool:
+		return tag == codec.TagPool && k == basePool
+	case hasBase(tag):
+		return true
+	}
+	return k == baseSame
 }
 
 // size is what the reference takes in a blob.
@@ -119,7 +137,7 @@ func (b *Backend) put(sum, page uint64, tag codec.Tag, base baseRef, enc []byte)
 	}
 	copy(dst[at:], enc)
 	if n := b.stats.stored.Add(1); n == b.opts.TestCorrupt {
-		dst[at+len(enc)/2] ^= 0x10
+		dst[min(at+len(enc)/2, len(dst)-1)] ^= 0x10
 	}
 	return h, nil
 }
@@ -145,7 +163,7 @@ func (b *Backend) parse(h arena.Handle) (s stored, err error) {
 	s.head = blobHead(atomic.LoadUint64(headAt(all)))
 	s.base.kind = s.head.base()
 	at := blobHeader + s.base.size()
-	if s.base.kind > baseRoot || s.base.kind != baseSame && !hasBase(s.head.tag()) || s.head.length() != len(all)-at {
+	if !s.base.kind.fits(s.head.tag()) || s.head.length() != len(all)-at {
 		return s, fmt.Errorf("header %#x does not fit a blob of %d bytes", uint64(s.head), len(all))
 	}
 	if s.base.kind != baseSame {
@@ -204,6 +222,12 @@ func (b *Backend) loadNext(r *restorer, dst *codec.Page, page uint64, w word) er
 	s, err := b.blob(page, tag, handleOf(w))
 	if err != nil {
 		return err
+	}
+	if tag == codec.TagPool {
+		if err := b.loadShared(r, dst, &s); err != nil {
+			return &errCorrupt{page, tag, err.Error()}
+		}
+		return nil
 	}
 	var base *codec.Page
 	if hasBase(tag) {
@@ -336,8 +360,14 @@ func (b *Backend) unref(h arena.Handle, owner bool) {
 	}
 	s, err := b.parse(h)
 	b.store.Free(h)
-	if err == nil && s.base.kind == baseRoot {
+	if err != nil {
+		return
+	}
+	switch s.base.kind {
+	case baseRoot:
 		b.unref(arena.Handle(s.base.n), false)
+	case basePool:
+		b.pool.Load().Unref(PoolLoc(s.base.n))
 	}
 }
 

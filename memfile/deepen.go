@@ -181,7 +181,7 @@ func (d *deepWorker) group(first uint64) {
 	}
 	for p := first; p < first+groupPages; p++ {
 		w := atomic.LoadUint64(b.table.at(p))
-		if w&stateMask != evicted || handleOf(w) == 0 || w&deep == 0 && wanted(p) {
+		if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool || w&deep == 0 && wanted(p) {
 			continue
 		}
 		if w&deep != 0 {

@@ -32,7 +32,7 @@
 //	candidate -> committing           Evict
 //	candidate -> raw                  Evict
 //	committing -> evicted, candidate  Evict (candidate if freeing failed)
-//	evicted -> busy                   Gate, Prefetch, BeginSave, Deepen, compact, Check
+//	evicted -> busy                   Gate, Prefetch, BeginSave, Deepen, Share, compact, Check
 //	busy -> resident, evicted         the same
 //	evicted -> resident               Drop, without restoring
 //
@@ -75,6 +75,18 @@
 // (GateMapped). The Sentry's side of this, with the lock that orders mapping
 // against restoring, is MemoryManager.templateMu.
 //
+// # Sharing
+//
+// With a pool (Pool, share.go), an eviction asks it for each page that has no
+// short form, by a hash of the content. If the pool has the same page, compared
+// byte by byte, what is stored is a reference to it; otherwise the page is stored
+// as usual and offered to the pool. Share does later, while the wait lasts, what
+// the pool asks for: it publishes pages that other sandboxes have too, replaces
+// stored pages by references to those that were published, and follows pages of
+// the pool that move. It works on evicted pages, one at a time and busy, like
+// Deepen. Nothing ever waits for the pool; and a reference keeps the page
+// readable whatever becomes of the pool.
+//
 // # Resuming
 //
 // Accesses that had to restore pages make up a step's working set
@@ -82,9 +94,9 @@
 //
 // # Locks
 //
-// Backend.passMu serialises evictions, deepening, checks, prefetching and saves. It
-// is taken with no other lock held. Gate, Drop, Pin, Window and the section methods take
-// no lock but a waiter's shard lock, which is a leaf, and the arena's, so they
+// Backend.passMu serialises evictions, deepening, sharing, checks, prefetching and
+// saves. It is taken with no other lock held. Gate, Drop, Pin, Window and the section methods take
+// no lock but a waiter's shard lock, the arena's and the Pool's, which are leaves, so they
 // may be called with any lock of the Sentry held, the allocator's included.
 // Host.VisitEvictable is called with passMu held and takes the allocator's lock.
 package memfile

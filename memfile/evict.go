@@ -25,6 +25,9 @@ type encoder struct {
 
 	// alt and spare are for forms that compete with the one in out.
 	alt, spare []byte
+
+	// pooled looks pages up in the pool.
+	pooled pooled
 }
 
 func newEncoder() *encoder {
@@ -40,6 +43,8 @@ func (b *Backend) putEncoder(e *encoder) {
 	for tag, c := range e.enc.TakeCounts() {
 		b.stats.codec[tag].add(c)
 	}
+	b.stats.codec[codec.TagPool].add(e.pooled.count)
+	e.pooled.count = codec.Count{}
 	b.encoders.Put(e)
 }
 
@@ -92,6 +97,9 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 		}
 		if err == nil {
 			err = b.writeOut(marked, opts.Tier, stop, &res)
+		}
+		if p := b.pool.Load(); p != nil {
+			p.Flush()
 		}
 	}
 	for _, r := range marked {
@@ -335,6 +343,11 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 				continue
 			}
 		}
+		hash, w := b.shareEvicted(e, &input, first+uint64(i))
+		if w != 0 {
+			e.word[i] = w
+			continue
+		}
 		tag, size, why := e.enc.Encode(e.out[:], input)
 		if tag == codec.TagInvalid && tier != codec.TierFast && why != codec.RejectForm {
 			// Few pages come here, and a page that stays costs as much as ten
@@ -358,6 +371,9 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			continue
 		}
 		e.word[i] = evictedWord(tag, h)
+		if hash != nil && size > poolMin {
+			e.pooled.pool.Offer(e.pooled.key, hash, uint32(first)+uint32(i))
+		}
 	}
 
 	// Commit runs of pages that are still candidates.

@@ -3,6 +3,7 @@ package memfile
 import (
 	"bytes"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"testing"
 
@@ -75,8 +76,14 @@ func TestEvictionIsInvisible(t *testing.T) {
 			}
 			return err
 		}
-		t.Repeat(map[string]func(*rapid.T){
-			"": func(t *rapid.T) { h.verifyBackend(t) },
+		var pool *fakePool
+		actions := map[string]func(*rapid.T){
+			"": func(t *rapid.T) {
+				h.verifyBackend(t)
+				if pool != nil {
+					pool.verify(t, b)
+				}
+			},
 			"mmap": func(t *rapid.T) {
 				pages := rapid.Uint64Range(1, 24).Draw(t, "pages")
 				private, system := rapid.Bool().Draw(t, "private"), rapid.IntRange(0, 9).Draw(t, "system") == 0
@@ -205,9 +212,15 @@ func TestEvictionIsInvisible(t *testing.T) {
 				}
 				h.faults.noMemory.Store(false)
 			},
-		})
+		}
+		if rapid.Bool().Draw(t, "pool") {
+			pool = newFakePool(h.template, rapid.Uint64().Draw(t, "pool seed"))
+			b.SetPool(pool)
+			maps.Copy(actions, pool.actions(b))
+		}
+		t.Repeat(actions)
 		w.compare(t, true)
-		h.verifyBackend(t)
+		actions[""](t)
 	})
 }
 

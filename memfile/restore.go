@@ -10,6 +10,7 @@ import (
 
 	"runsc-agentzip/memfile/arena"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/pool/wire"
 )
 
 // restoreMax is how many pages one restore handles together, 64 KiB: enough to
@@ -23,6 +24,8 @@ type restorer struct {
 	base  codec.Page
 	buf   [restoreMax * PageSize]byte
 	words [restoreMax]word
+	// record is what the pool has of a page.
+	record [wire.MaxRecord]byte
 
 	// root is the blob of the root that was needed last, or 0, and rootPage
 	// the page that it is of. See loadNext.

@@ -155,12 +155,18 @@ func (b *Backend) Stats() control.Stats {
 	s.ResidentBytes = held
 	s.StoreBytes = st.HeldBytes
 	s.MetadataBytes = b.table.heldBytes() + st.MetadataBytes + b.history.MetadataBytes() + uint64(max(b.passBytes.Load(), 0))
+	if p := b.pool.Load(); p != nil {
+		share, own := p.Sharing()
+		s.PoolShareBytes = share.Pages + share.Overhead
+		s.MetadataBytes += own
+	}
 	s.OwnedBytes = s.ResidentBytes + s.StoreBytes + s.MetadataBytes + s.PoolShareBytes
 	s.GuestBytes = held + b.EvictedBytes()
 
 	f := func(t codec.Tag) uint64 { return uint64(max(b.stats.form(t).Load(), 0)) }
 	s.Pages.Zero = f(codec.TagZero)
 	s.Pages.Template = f(codec.TagTemplate)
+	s.Pages.Pool = f(codec.TagPool)
 	s.Pages.Delta = f(codec.TagWordDelta) + f(codec.TagZstdBase)
 	if b.template != nil {
 		s.TemplateBytes = b.template.Pages() << pageShift

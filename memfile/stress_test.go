@@ -36,6 +36,7 @@ type stress struct {
 
 	spaces []*space
 	files  []*file
+	pool   *fakePool // or nil
 
 	stop chan struct{}
 	wg   sync.WaitGroup
@@ -67,6 +68,7 @@ func TestStress(t *testing.T) {
 			o.Restorers, o.MapUnit, o.StoreMax, o.Workers = 1, PageSize, 1<<20, 2
 		}, func(*faults) {}},
 		{"template", func(o *Options) { o.Workers = 3 }, func(*faults) {}},
+		{"pool", func(o *Options) { o.Workers = 2 }, func(*faults) {}},
 		{"faults", func(o *Options) {
 			o.NoMemoryTimeout = 5 * time.Millisecond
 			o.StoreMax = 2 << 20
@@ -85,12 +87,16 @@ func TestStress(t *testing.T) {
 			h := newFakeHost(t, 1024, &opts)
 			c.faults(&h.faults)
 			s := newStress(h)
-			if c.name == "template" || c.name == "faults" {
+			if c.name != "plain" && c.name != "tight" {
 				rnd := rand.New(rand.NewPCG(1, 2))
 				for _, p := range h.adopt(t, rnd, 500) {
 					sp := s.space(rnd)
 					sp.extents = append(sp.extents, p)
 				}
+			}
+			if c.name == "pool" || c.name == "faults" {
+				s.share()
+				defer func() { s.pool.verify(t, h.backend) }()
 			}
 			s.run(t, d)
 		})
@@ -107,6 +113,31 @@ func newStress(h *fakeHost) *stress {
 		s.files = append(s.files, new(file))
 	}
 	return s
+}
+
+// share gives the Backend a pool that comes and goes.
+func (s *stress) share() {
+	b := s.h.backend
+	s.pool = newFakePool(s.h.template, 1)
+	b.SetPool(s.pool)
+	s.loop(func(rnd *rand.Rand) {
+		end := time.Now().Add(time.Duration(rnd.IntN(20)) * time.Millisecond)
+		_, _ = b.Share(func() bool { return time.Now().After(end) })
+		time.Sleep(time.Duration(rnd.IntN(2000)) * time.Microsecond)
+	})
+	s.loop(func(rnd *rand.Rand) {
+		switch rnd.IntN(10) {
+		case 0:
+			s.pool.connect()
+		case 1:
+			s.pool.disconnect()
+			time.Sleep(time.Duration(rnd.IntN(10)) * time.Millisecond)
+			s.pool.connect()
+		case 2, 3:
+			s.pool.retire()
+		}
+		time.Sleep(time.Duration(rnd.IntN(20)) * time.Millisecond)
+	})
 }
 
 // loop starts a goroutine that calls fn until the end.

@@ -197,7 +197,8 @@ const (
 
 	// TagTemplate is a page equal to its base, without a blob.
 	TagTemplate Tag = 5
-	// TagPool is a page held by the host-wide pool. Reserved, not implemented.
+	// TagPool is a page held by the host-wide pool. This package reserves the
+	// number; what it says of the page is up to the caller.
 	TagPool Tag = 6
 	// TagWordDelta is the words in which a page differs from a base page.
 	TagWordDelta Tag = 7

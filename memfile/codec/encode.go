@@ -214,6 +214,18 @@ func (e *Encoder) EncodeAgainst(dst []byte, p, base *Page, limit int) (tag Tag, 
 	return tag, n
 }
 
+// EncodeDelta writes the word delta of p relative to base to dst, and returns its
+// length, or -1 if it has more than limit bytes. It is the quickest form.
+func (e *Encoder) EncodeDelta(dst []byte, p, base *Page, limit int) int {
+	limit = min(limit, MaxEncoded)
+	n := e.wordEncoder().encode(deltaModel(), dst[:limit], p, base, limit, min(limit, words))
+	e.tried(TagWordDelta, n)
+	if n >= 0 {
+		e.won(TagWordDelta, n)
+	}
+	return n
+}
+
 // alone encodes a page without a base. The blob is valid until the next call.
 func (e *Encoder) alone(p *Page, tier Tier) (tag Tag, blob []byte, why Reject) {
 	switch tier {

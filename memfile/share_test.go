@@ -1,0 +1,397 @@
+package memfile
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/pool/wire"
+)
+
+// A fakePool is a pool with sandboxes of its own, which have whatever turns up in
+// an offer. It counts references, and refuses to read what has none.
+type fakePool struct {
+	// template is that of the sandbox under test.
+	template fakeTemplate
+
+	mu      sync.Mutex
+	rnd     *rand.Rand
+	key     *wire.Key
+	records map[PoolLoc]*fakeRecord
+	index   map[wire.Hash]PoolLoc
+	next    PoolLoc
+	work    PoolWork
+	// wanted says which pages were offered with a hash that is wanted.
+	wanted map[wire.Hash][]uint32
+	// full makes Publish fail.
+	full bool
+}
+
+type fakeRecord struct {
+	b     []byte
+	hash  wire.Hash
+	refs  int
+	stale bool
+}
+
+func newFakePool(t fakeTemplate, seed uint64) *fakePool {
+	p := &fakePool{template: t, rnd: rand.New(rand.NewPCG(seed, 7)), records: map[PoolLoc]*fakeRecord{}}
+	p.connect()
+	return p
+}
+
+// connect begins a new connection.
+func (p *fakePool) connect() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.disconnectLocked()
+	p.key = new(wire.Key)
+	for i := range p.key {
+		p.key[i] = byte(p.rnd.Uint32())
+	}
+	for _, r := range p.records {
+		r.stale = true
+	}
+	p.index = map[wire.Hash]PoolLoc{}
+	p.wanted = map[wire.Hash][]uint32{}
+}
+
+func (p *fakePool) disconnect() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.disconnectLocked()
+}
+
+func (p *fakePool) disconnectLocked() {
+	p.key = nil
+	for _, w := range p.work.Published {
+		p.records[w.Loc].refs--
+	}
+	p.work = PoolWork{}
+}
+
+// retire makes some records move, and others go.
+func (p *fakePool) retire() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for h, l := range p.index {
+		r := p.records[l]
+		switch p.rnd.IntN(3) {
+		case 0:
+			r.stale = true
+			p.index[h] = p.storeLocked(r.b, h)
+		case 1:
+			r.stale = true
+			delete(p.index, h)
+		}
+	}
+}
+
+func (p *fakePool) storeLocked(b []byte, h wire.Hash) PoolLoc {
+	p.next += 1 + PoolLoc(p.rnd.IntN(1000))
+	p.records[p.next] = &fakeRecord{b: b, hash: h}
+	return p.next
+}
+
+func (p *fakePool) Key() *wire.Key {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.key
+}
+
+func (p *fakePool) Find(key *wire.Key, h *wire.Hash, buf []byte) (PoolLoc, wire.Record, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l, ok := p.index[*h]
+	if !ok || key != p.key {
+		return 0, wire.Record{}, false
+	}
+	if p.rnd.IntN(16) == 0 {
+		// A hint that is wrong.
+		for other := range p.records {
+			l = other
+			break
+		}
+	}
+	rec, err := wire.ParseRecord(buf[:copy(buf, p.records[l].b)])
+	if err != nil {
+		return 0, wire.Record{}, false
+	}
+	p.records[l].refs++
+	return l, rec, true
+}
+
+func (p *fakePool) Read(l PoolLoc, buf []byte) (wire.Record, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := p.records[l]
+	if r == nil || r.refs <= 0 {
+		return wire.Record{}, errors.New("read without a reference")
+	}
+	return wire.ParseRecord(buf[:copy(buf, r.b)])
+}
+
+func (p *fakePool) Ref(l PoolLoc) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.records[l].refs <= 0 {
+		panic("reference to what may be gone")
+	}
+	p.records[l].refs++
+}
+
+func (p *fakePool) Unref(l PoolLoc) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.records[l].refs--; p.records[l].refs < 0 {
+		panic("one reference too few")
+	}
+}
+
+func (p *fakePool) Stale(l PoolLoc) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.key != nil && p.records[l].stale
+}
+
+func (p *fakePool) Offer(key *wire.Key, h *wire.Hash, page uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key != p.key || p.rnd.IntN(8) == 0 {
+		return
+	}
+	if l, ok := p.index[*h]; ok {
+		p.publishedLocked(*h, page, l)
+		return
+	}
+	p.wanted[*h] = append(p.wanted[*h], page)
+	p.work.Want = append(p.work.Want, wire.Page{Hash: *h, Cookie: page})
+}
+
+// publishedLocked tells where a page is, sometimes wrongly.
+func (p *fakePool) publishedLocked(h wire.Hash, page uint32, l PoolLoc) {
+	if p.rnd.IntN(8) == 0 {
+		page = p.rnd.Uint32N(1 << 19)
+	}
+	p.records[l].refs++
+	p.work.Published = append(p.work.Published, PoolPlace{Hash: h, Page: page, Loc: l})
+}
+
+func (p *fakePool) Work() PoolWork {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	w := p.work
+	w.Key = p.key
+	p.work = PoolWork{}
+	for _, r := range p.records {
+		w.Stale = w.Stale || p.key != nil && r.stale && r.refs > 0
+	}
+	return w
+}
+
+func (p *fakePool) Publish(key *wire.Key, h *wire.Hash, page, tpl uint32, data *codec.Page) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.full || key != p.key {
+		return false
+	}
+	if wire.NewHasher(key).Sum(data) != *h {
+		panic("published another page")
+	}
+	in := codec.Input{Page: data, Tier: codec.Tier(p.rnd.IntN(4))}
+	if tpl != wire.NoPage {
+		in.Base = new(codec.Page)
+		_ = p.template.ReadPages(in.Base[:], uint64(tpl))
+	}
+	dst := make([]byte, codec.MaxEncoded)
+	tag, n, _ := codec.NewEncoder().Encode(dst, in)
+	if n == 0 {
+		return true
+	}
+	rec := wire.Record{Hash: *h, Sum: codec.Sum(data), Tag: tag, HasBase: hasBase(tag), Enc: dst[:n]}
+	if rec.HasBase {
+		rec.Base = tpl
+	}
+	b := make([]byte, rec.Size())
+	rec.Put(b)
+	l := p.storeLocked(b, *h)
+	p.index[*h] = l
+	for _, c := range p.wanted[*h] {
+		p.publishedLocked(*h, c, l)
+	}
+	delete(p.wanted, *h)
+	return true
+}
+
+func (p *fakePool) Flush() {}
+
+func (p *fakePool) Sharing() (wire.Sharing, uint64) {
+	return wire.Sharing{Pages: 1000, Overhead: 24}, 7
+}
+
+// verify compares the references that the pool counts with those that there are.
+func (p *fakePool) verify(tb tester, b *Backend) {
+	tb.Helper()
+	refs := map[PoolLoc]int{}
+	b.table.visit(func(first, end uint64) bool {
+		for q := first; q < end; q++ {
+			w := atomic.LoadUint64(b.table.at(q))
+			if w&stateMask != evicted || tagOf(w) != codec.TagPool {
+				continue
+			}
+			s, err := b.parse(handleOf(w))
+			if err != nil {
+				tb.Errorf("page %#x: %v", q<<pageShift, err)
+				continue
+			}
+			refs[PoolLoc(s.base.n)]++
+		}
+		return true
+	})
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, w := range p.work.Published {
+		refs[w.Loc]++
+	}
+	for l, r := range p.records {
+		if r.refs != refs[l] {
+			tb.Errorf("the pool counts %d references to %#x, there are %d", r.refs, l, refs[l])
+		}
+	}
+}
+
+// shared returns a fixture whose n pages of text are all in the pool.
+func shared(tb tester, n uint64, opts Options) (*fixture, *fakePool) {
+	tb.Helper()
+	f := newFixture(tb, n, opts)
+	p := newFakePool(nil, 1)
+	f.b.SetPool(p)
+	f.kinds(kindText)
+	for range 50 {
+		f.evict(tb)
+		if _, err := f.b.Share(nil); err != nil {
+			tb.Fatal(err)
+		}
+		p.verify(tb, f.b)
+		if f.b.stats.form(codec.TagPool).Load() == int64(n) {
+			return f, p
+		}
+		f.gateAll(tb)
+	}
+	tb.Fatalf("only %d of %d pages are in the pool", f.b.stats.form(codec.TagPool).Load(), n)
+	return nil, nil
+}
+
+func (f *fixture) gateAll(tb tester) {
+	tb.Helper()
+	f.r.pages(func(p uint64) { f.gateOne(tb, p) })
+}
+
+func TestShared(t *testing.T) {
+	f, p := shared(t, 32, DefaultOptions())
+	f.verifyBackend(t)
+	s := f.b.Stats()
+	require.EqualValues(t, 32, s.Pages.Pool)
+	require.EqualValues(t, 1024, s.PoolShareBytes)
+	require.NotZero(t, s.Stages["pool"].Wins)
+
+	// Nothing is left to make smaller.
+	n, err := f.b.Deepen(nil)
+	require.NoError(t, err)
+	require.Zero(t, n)
+
+	// Pages that come and go keep their references straight.
+	f.gateAll(t)
+	p.verify(t, f.b)
+	f.evict(t)
+	require.NotZero(t, f.b.stats.form(codec.TagPool).Load())
+	p.verify(t, f.b)
+	f.gateAll(t)
+}
+
+func TestSharedPagesOutliveThePool(t *testing.T) {
+	f, p := shared(t, 32, DefaultOptions())
+	p.disconnect()
+	n, err := f.b.Share(nil)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	f.verifyBackend(t)
+	f.gateAll(t)
+	f.evict(t) // alone
+	require.Zero(t, f.b.stats.form(codec.TagPool).Load())
+	p.verify(t, f.b)
+
+	f, p = shared(t, 32, DefaultOptions())
+	p.connect() // it has nothing, and gets everything back
+	for range 50 {
+		_, err := f.b.Share(nil)
+		require.NoError(t, err)
+		p.verify(t, f.b)
+	}
+	for _, r := range p.records {
+		require.True(t, !r.stale || r.refs == 0)
+	}
+	require.EqualValues(t, 32, f.b.stats.form(codec.TagPool).Load())
+	f.verifyBackend(t)
+	f.gateAll(t)
+}
+
+// TestEveryBitOfTheRecord changes what the pool has of a page.
+func TestEveryBitOfTheRecord(t *testing.T) {
+	f, p := shared(t, 1, DefaultOptions())
+	_, s := f.storedOf(t, f.first)
+	rec := p.records[PoolLoc(s.base.n)]
+	for i := range len(rec.b) * 8 {
+		if i/8 < wire.HashSize+8 || i/8 >= 28 && i/8 < 32 {
+			continue // the hash and the sum are the pool's own business, as is a base that is not used
+		}
+		rec.b[i/8] ^= 1 << (i % 8)
+		var page codec.Page
+		r := new(restorer)
+		w := atomic.LoadUint64(f.b.table.at(f.first))
+		err := f.b.load(r, &page, f.first, w)
+		var want codec.Page
+		content(want[:], f.model[f.first-f.lo].is)
+		if err == nil {
+			require.Equal(t, want, page, "bit %d", i) // behind the page, or in what decodes to the same
+		}
+		rec.b[i/8] ^= 1 << (i % 8)
+	}
+	rec.refs--
+	require.Contains(t, fmt.Sprint(mustPanic(func() { _ = f.b.Gate(f.r.Start, f.r.End) })), "without a reference")
+	rec.refs++
+	// The page is lost to the panic, not the reference.
+}
+
+func mustPanic(fn func()) (v any) {
+	defer func() { v = recover() }()
+	fn()
+	return nil
+}
+
+// poolActions are what a pool may do in TestEvictionIsInvisible.
+func (p *fakePool) actions(b *Backend) map[string]func(*rapid.T) {
+	return map[string]func(*rapid.T){
+		"share": func(t *rapid.T) {
+			if _, err := b.Share(nil); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"share interrupted": func(t *rapid.T) {
+			left := rapid.IntRange(0, 20).Draw(t, "left")
+			_, _ = b.Share(func() bool { left--; return left < 0 })
+		},
+		"pool retires":     func(t *rapid.T) { p.retire() },
+		"pool ends":        func(t *rapid.T) { p.disconnect() },
+		"pool comes back":  func(t *rapid.T) { p.connect() },
+		"pool is full":     func(t *rapid.T) { p.mu.Lock(); p.full = true; p.mu.Unlock() },
+		"pool is not full": func(t *rapid.T) { p.mu.Lock(); p.full = false; p.mu.Unlock() },
+	}
+}

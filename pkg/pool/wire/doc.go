@@ -1,0 +1,55 @@
+// Package wire defines what a sandbox and the host's page pool exchange: the
+// messages on their socket, the index and the segments that they share, and the
+// form of a page in a segment.
+//
+// # The pool
+//
+// One pool serves a host. It keeps, once, the pages that at least two sandboxes
+// of one dedup domain own; a domain is a tenant's key together with a template's
+// digest, and nothing is shared between two domains. Sandboxes name their pages
+// by keyed hashes. The pool asks for a page's content when a second sandbox
+// names the same hash, hashes it itself, stores it in its smallest form in a
+// segment and tells the sandboxes that named it. These compare the content with
+// their own page before they give that up.
+//
+// # Who trusts whom
+//
+// A sandbox's domain is chosen by runsc, outside of the sandbox, in the Hello
+// that precedes everything else on a connection. What comes from the sandbox
+// later is taken for hostile: lengths are checked, hashes are computed again, a
+// reference is worth only what the connection itself holds, and nothing is
+// bounded by the sandbox's good will.
+//
+// A sandbox trusts the pool with its memory in one respect: a segment does not
+// change where it was written. Segments are sealed memfds (F_SEAL_GROW,
+// F_SEAL_SHRINK and F_SEAL_FUTURE_WRITE, and F_SEAL_WRITE once they are full)
+// that sandboxes get read-only and only the pool appends to; no byte is written
+// twice. A sandbox keeps the descriptors of the segments that it has pages in, so
+// these pages outlive the pool; and it verifies a checksum of its own whenever it
+// reads one. Everything else that the pool says, the index included, is a hint.
+//
+// # The dialogue
+//
+//	runsc    -> pool   Hello: version, domain, template
+//	pool     -> sandbox Welcome: key of the hashes; then Index, Segment for each
+//	                   segment there is, and Patterns if the domain has any
+//	sandbox  -> pool   Offer: hashes of pages stored, each with a cookie
+//	pool     -> sandbox Want: hashes that another sandbox has offered too
+//	sandbox  -> pool   Publish: content of wanted pages
+//	pool     -> sandbox Segment, for new ones; Published: where an offered page
+//	                   lies, to every sandbox that has offered it
+//	sandbox  -> pool   Ref: pages that it has taken; Unref: that it has no longer
+//	pool     -> sandbox Retire: a segment goes away; what is still needed of it
+//	                   has moved, and is found in the index by its hash
+//	sandbox  -> pool   Usage; pool -> sandbox Share
+//	sandbox  -> pool   Patterns: what its steps have taught about prefetching
+//
+// No message has to be answered, and none is waited for: the guest runs on. Offer,
+// Want and Published may be dropped when a queue is full; what they would have
+// brought is brought by a later one. Ref and Unref are idempotent for each
+// connection and location. References end with the connection.
+//
+// A message is one packet of a SOCK_SEQPACKET socket, at most [MaxMessage]
+// bytes, little-endian: type (1 byte), 0 (1), number of items (2), argument (4),
+// items of the type's size. Segment and Index carry a descriptor.
+package wire
