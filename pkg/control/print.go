@@ -39,6 +39,16 @@ func Fprint(w io.Writer, s *Stats) {
 		s.Faults.Demand, s.Faults.Prefetched, s.Faults.Aborted, s.RestoreNS.mean(), time.Duration(s.RestoreNS.MaxNS).Round(time.Microsecond))
 	row("evictions", "%d, %d pages so far, mean %v", s.EvictNS.Count, s.EvictedPagesTotal, s.EvictNS.mean())
 	row("phase", "%s for %v", s.Phase.State, time.Duration(s.Phase.SinceNS).Round(time.Millisecond))
+	switch s.Pool.State {
+	case "", "none":
+	default:
+		state := s.Pool.State
+		if s.Pool.Reason != "" {
+			state += " (" + s.Pool.Reason + ")"
+		}
+		row("pool", "%s; %d pages found, %d given, %d offers dropped, %d connections so far",
+			state, s.Pool.Found, s.Pool.Published, s.Pool.OfferedDropped, s.Pool.Connects)
+	}
 	row("sentry", "%s resident", Size(s.SentryRSSBytes))
 	causes := make([]string, 0, len(s.Rejects))
 	for c := range s.Rejects {

@@ -35,6 +35,7 @@ type Stats struct {
 	Faults   Faults   `json:"faults"`
 	Prefetch Prefetch `json:"prefetch"`
 	Phase    Phase    `json:"phase"`
+	Pool     Pool     `json:"pool"`
 
 	// RestoreNS and EvictNS are the distributions of the time one demand
 	// restore took and the time one eviction pass took.
@@ -112,6 +113,25 @@ type Phase struct {
 	State string `json:"state"`
 	// SinceNS is how long the state has lasted.
 	SinceNS uint64 `json:"since_ns"`
+}
+
+// Pool is the sandbox's side of the host's page pool.
+type Pool struct {
+	// State is "connected", "disconnected" or, in a sandbox that was started
+	// without a pool or a domain, "none".
+	State string `json:"state"`
+	// Reason is why there is no connection, if that is known.
+	Reason string `json:"reason,omitempty"`
+	// Connects is how many connections there were.
+	Connects uint64 `json:"connects"`
+	// Found is how many pages were found in the pool, whether or not they were
+	// then kept there.
+	Found uint64 `json:"found"`
+	// Published is how many pages the sandbox gave to the pool.
+	Published uint64 `json:"published"`
+	// OfferedDropped is how many pages were not offered because the pool was
+	// slow; later evictions offer them again.
+	OfferedDropped uint64 `json:"offered_dropped"`
 }
 
 // Histogram is a distribution over power-of-two buckets: Buckets[i] counts

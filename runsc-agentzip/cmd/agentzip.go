@@ -54,7 +54,7 @@ func (*Agentzip) Usage() string {
 
   -json      print JSON, with the names of package control
 
-` + templateUsage
+` + templateUsage + "\n" + poolUsage
 }
 
 // SetFlags implements subcommands.Command.SetFlags.
@@ -87,9 +87,12 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	if f.Arg(0) == "template" {
 		return a.template(conf, f.Args()[1:])
 	}
+	if f.Arg(0) == "pool" {
+		return a.pool(conf, f.Args()[1:])
+	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch and template", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, template and pool", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)

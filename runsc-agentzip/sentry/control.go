@@ -22,16 +22,20 @@ import (
 	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/pool/client"
+	"runsc-agentzip/runsc-agentzip/attach"
 )
 
 // process is the state of the sandbox process. A restore replaces the memory
 // file and the kernel of the start.
 var process struct {
-	// opts, mapTemplate, stderr and background are immutable after initSandbox.
+	// opts, mapTemplate, stderr, background and pool are immutable after initSandbox.
 	opts        memfile.Options
 	mapTemplate bool
 	stderr      int
 	background  background
+	// pool is this end of the page pool, or nil without pool or domain.
+	pool *pacer
 
 	// mu protects what follows. It is a leaf.
 	mu sync.Mutex
@@ -51,6 +55,7 @@ func Register() {
 	boot.AgentzipRestore = beginRestore
 	boot.AgentzipControl = newControl
 	sandbox.AgentzipTemplate = openTemplate
+	sandbox.AgentzipStarted = attach.Started
 }
 
 // initSandbox implements boot.AgentzipInit.
@@ -73,6 +78,9 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 		}
 	}
 	process.background = startBackground()
+	if conf.AgentzipPool != "" && conf.AgentzipDomain != "" {
+		process.pool = newPacer(client.New(client.Options{Log: log.Infof}))
+	}
 	process.backends = make(map[*pgalloc.MemoryFile]*backend)
 	pgalloc.NewPageBackend = newPageBackend
 	return nil
@@ -111,6 +119,9 @@ func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 	if err != nil {
 		return nil, err
 	}
+	if process.pool != nil {
+		b.SetPool(process.pool)
+	}
 	process.mu.Lock()
 	defer process.mu.Unlock()
 	pb := &backend{Backend: b, template: process.template}
@@ -131,27 +142,28 @@ func newPageBackend(f *pgalloc.MemoryFile) (pgalloc.PageBackend, error) {
 
 // openTemplate implements sandbox.AgentzipTemplate. It runs outside of the
 // sandbox, in the command that restores it.
-func openTemplate(conf *config.Config, dir string, opened []*os.File) ([]*os.File, error) {
+func openTemplate(conf *config.Config, dir string, opened []*os.File) ([]*os.File, sandbox.AgentzipImage, error) {
+	var none sandbox.AgentzipImage
 	if len(opened) < 3 {
 		// An image in one file, compressed or not, is loaded as usual.
 		pages := filepath.Join(dir, template.PagesFile)
 		if _, err := os.Stat(pages); err == nil {
-			return nil, fmt.Errorf("%s is there, but %s is missing: the image is incomplete; copy or make it again", pages, filepath.Join(dir, template.MetaFile))
+			return nil, none, fmt.Errorf("%s is there, but %s is missing: the image is incomplete; copy or make it again", pages, filepath.Join(dir, template.MetaFile))
 		}
-		return nil, nil
+		return nil, none, nil
 	}
 	if !conf.Agentzip || conf.AgentzipTemplate == "load" {
-		return nil, nil
+		return nil, none, nil
 	}
 	t, err := template.Open(dir, log.Infof)
 	if err != nil {
-		return nil, err
+		return nil, none, err
 	}
 	// The folder may have got another image since the restore opened its
 	// files.
 	if err := t.CheckMetadata(opened[0], opened[1]); err != nil {
 		_ = t.Close()
-		return nil, err
+		return nil, none, err
 	}
 	pages, index := t.Files()
 	files := []*os.File{pages, index}
@@ -161,7 +173,7 @@ func openTemplate(conf *config.Config, dir string, opened []*os.File) ([]*os.Fil
 	case !errors.Is(err, os.ErrNotExist):
 		log.Warningf("agentzip: no prefetch from the first step on: %v", err)
 	}
-	return files, nil
+	return files, sandbox.AgentzipImage{Digest: t.Info().Digest.String(), Dir: dir}, nil
 }
 
 // beginRestore implements boot.AgentzipRestore.
@@ -223,7 +235,7 @@ func newControl(k *kernel.Kernel, conf *config.Config) any {
 	}
 	// Backends of memory files that were replaced are closed by those files.
 	process.backends = map[*pgalloc.MemoryFile]*backend{f: b}
-	d := newDriver(k, f, b.Backend, digest, settings{
+	d := newDriver(k, f, b.Backend, digest, process.pool, settings{
 		idle:           conf.AgentzipIdle,
 		settle:         conf.AgentzipSettle,
 		prefetch:       conf.AgentzipPrefetch == "on",
@@ -254,8 +266,12 @@ func (a *Agentzip) Stats(_ *Empty, out *control.Stats) error {
 	if a.d == nil {
 		return errOff
 	}
+	if process.pool != nil {
+		process.pool.AskUsage() // for the next time
+	}
 	*out = a.d.b.Stats()
 	out.Phase = a.d.phase()
+	out.Pool = poolState()
 	return nil
 }
 
@@ -311,6 +327,7 @@ func (a *Agentzip) Evict(_ *Empty, out *control.EvictReport) error {
 	if err == nil {
 		_, err = a.d.b.Deepen(nil)
 	}
+	a.d.share(nil)
 	out.ElapsedNS = uint64(time.Since(start))
 	out.OwnedAfter = a.d.b.Stats().OwnedBytes
 	return err

@@ -46,6 +46,13 @@ type driver struct {
 	// template is that of the sandbox, or nil.
 	template *template.Digest
 
+	// pool is the sandbox's end of the page pool, or nil.
+	pool *pacer
+	// untold is how many steps the pool was not told of, told when it last was
+	// told of any. They belong to run.
+	untold int
+	told   time.Time
+
 	stop     chan struct{}
 	stopOnce sync.Once
 
@@ -62,8 +69,8 @@ type settings struct {
 	prefetch bool
 }
 
-func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, t *template.Digest, conf settings) *driver {
-	d := &driver{k: k, f: f, b: b, template: t, conf: conf, stop: make(chan struct{})}
+func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, t *template.Digest, pool *pacer, conf settings) *driver {
+	d := &driver{k: k, f: f, b: b, template: t, pool: pool, conf: conf, stop: make(chan struct{})}
 	d.since.Store(time.Now().UnixNano())
 	return d
 }
@@ -169,23 +176,33 @@ func (d *driver) run() {
 			work = time.Since(waitStart)
 			logEvict(res, err)
 			resume = newResumption(d)
+			d.tellStep()
 			if err == nil {
 				heldAfter, _ = d.b.HeldBytes()
 			} else {
 				heldAfter, retry = 0, true
 			}
 		}
+		if !retry {
+			// What the pool asked for while the sandbox worked.
+			d.share(stop)
+		}
 		for late := !retry; late; {
 			work, due := quiet.next(d)
-			if work == nil {
-				break
+			var timer <-chan time.Time
+			if work != nil {
+				timer = time.After(time.Until(due))
 			}
 			select {
 			case <-activity:
 				late = false
 			case <-d.stop:
 				return
-			case <-time.After(time.Until(due)):
+			case <-d.poolReady():
+				d.share(stop)
+			case <-d.poolBacklog():
+				d.share(stop)
+			case <-timer:
 				work(stop)
 			}
 		}
@@ -200,11 +217,6 @@ func (d *driver) run() {
 			case <-time.After(max(det.Idle(), 250*time.Millisecond)):
 				continue
 			}
-		}
-		select {
-		case <-activity:
-		case <-d.stop:
-			return
 		}
 		activity = nil
 		length := time.Since(waitStart)
@@ -317,6 +329,9 @@ func (r *resumption) work(t time.Duration) bool {
 			return false
 		case <-end.C:
 			return true
+		case <-r.d.poolReady():
+			// The rest has time until the sandbox waits.
+			r.d.takePatterns()
 		case <-r.due:
 			// Faults that happen meanwhile count towards the next time.
 			if r.due = nil; r.faults < evidenceFaults {
@@ -380,6 +395,8 @@ func (d *driver) runForced() {
 		}
 		res, err := d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle})
 		logEvict(res, err)
+		d.tellStep()
+		d.share(nil)
 		if n%4 == 0 {
 			_, _ = d.b.Deepen(nil)
 		}

@@ -178,14 +178,25 @@ var edits = []Edit{
 	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
 		Anchor: "conn, err := s.sandboxConnect()", Where: Before, Text: `
 	if AgentzipTemplate != nil && !opt.UseCheckpointGofer && !direct {
-		files, err := AgentzipTemplate(conf, imagePath, opt.FilePayload.Files)
+		files, t, err := AgentzipTemplate(conf, imagePath, opt.FilePayload.Files)
 		if err != nil {
 			return err
 		}
 		opt.FilePayload.Files = append(opt.FilePayload.Files, files...)
 		opt.AgentzipFiles = len(files)
+		image = t
 	}
 `},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
+		Anchor: "opt := boot.RestoreOpts{", Where: Before, Text: `
+	// image is the checkpoint, if it serves as a template.
+	var image AgentzipImage`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
+		Anchor: "s.Restored = true", Where: Before, Text: `
+	s.agentzipStarted(conf, image)`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.StartRoot",
+		Anchor: "return nil\n}", Where: Before, Text: `
+	s.agentzipStarted(conf, AgentzipImage{})`},
 
 	{File: "pkg/sentry/kernel/kernel.go", Decl: "Kernel.saveMemoryFiles",
 		Anchor: "mfOpts := pgalloc.SaveOpts{", Where: Before, Text: `
@@ -275,6 +286,9 @@ const agentzipConfigFields = `
 	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `
 	AgentzipTemplate       string        ` + "`flag:\"agentzip-template\"`" + `
 	AgentzipPrefetch       string        ` + "`flag:\"agentzip-prefetch\"`" + `
+	AgentzipPool           string        ` + "`flag:\"agentzip-pool\"`" + `
+	AgentzipPoolStart      bool          ` + "`flag:\"agentzip-pool-start\"`" + `
+	AgentzipDomain         string        ` + "`flag:\"agentzip-domain\"`" + `
 	AgentzipTestEvictEvery time.Duration ` + "`flag:\"agentzip-test-evict-every\"`" + `
 	AgentzipTestCorrupt    uint          ` + "`flag:\"agentzip-test-corrupt\"`" + `
 `

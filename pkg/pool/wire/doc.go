@@ -43,6 +43,12 @@
 //	                   has moved, and is found in the index by its hash
 //	sandbox  -> pool   Usage; pool -> sandbox Share
 //	sandbox  -> pool   Patterns: what its steps have taught about prefetching
+//	sandbox  -> pool   Turn 1: it has memory to compress and would like to have
+//	                   its turn; Turn 0: it is done, or no longer wants it
+//	pool     -> sandbox Turn 1: it has its turn; Turn 0: others would like it too
+//
+// Turns keep sandboxes that wait from slowing those that work: there are fewer of
+// them than processors. They are advice. A turn ends by itself after some seconds.
 //
 // No message has to be answered, and none is waited for: the guest runs on. Offer,
 // Want and Published may be dropped when a queue is full; what they would have

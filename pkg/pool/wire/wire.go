@@ -45,11 +45,12 @@ const (
 	Unref    Type = 5 // items: Loc
 	Patterns Type = 6 // both ways. Argument: total length; body: the next part
 	Usage    Type = 7 // nothing
+	Turn     Type = 9 // both ways, see the package comment. Argument: 0 or 1
 	Admin    Type = 8 // body: a command, "stats" or "drain"; instead of Hello
 
 	Welcome   Type = 65 // body: Key
 	Refuse    Type = 66 // body: why, in words. The connection ends
-	Index     Type = 67 // items: uint64, the number of slots; descriptor
+	Index     Type = 67 // items: uint64, the number of places; descriptor
 	Segment   Type = 68 // argument: its number; descriptor
 	Retire    Type = 69 // argument: number of a segment
 	Want      Type = 70 // items: Page
@@ -60,12 +61,12 @@ const (
 
 // itemSize is the size of a type's items, or 0 if the body has any length.
 var itemSize = map[Type]int{
-	Hello: 0, Offer: PageSize, Publish: ContentSize, Ref: LocSize, Unref: LocSize, Patterns: 0, Usage: 0, Admin: 0,
+	Hello: 0, Offer: PageSize, Publish: ContentSize, Ref: LocSize, Unref: LocSize, Patterns: 0, Usage: 0, Admin: 0, Turn: 0,
 	Welcome: 0, Refuse: 0, Index: 8, Segment: 0, Retire: 0, Want: PageSize, Published: PlaceSize, Share: 8, Report: 0,
 }
 
 var typeNames = map[Type]string{
-	Hello: "hello", Offer: "offer", Publish: "publish", Ref: "ref", Unref: "unref", Patterns: "patterns", Usage: "usage", Admin: "admin",
+	Hello: "hello", Offer: "offer", Publish: "publish", Ref: "ref", Unref: "unref", Patterns: "patterns", Usage: "usage", Admin: "admin", Turn: "turn",
 	Welcome: "welcome", Refuse: "refuse", Index: "index", Segment: "segment", Retire: "retire", Want: "want",
 	Published: "published", Share: "share", Report: "report",
 }

@@ -196,7 +196,7 @@ func TestParseHostile(t *testing.T) {
 	for what, b := range map[string][]byte{
 		"empty":          {},
 		"short":          {2, 0, 0, 0},
-		"unknown":        {9, 0, 0, 0, 0, 0, 0, 0},
+		"unknown":        {10, 0, 0, 0, 0, 0, 0, 0},
 		"reserved":       {7, 1, 0, 0, 0, 0, 0, 0},
 		"missing items":  {2, 0, 1, 0, 0, 0, 0, 0},
 		"items of none":  {7, 0, 1, 0, 0, 0, 0, 0},

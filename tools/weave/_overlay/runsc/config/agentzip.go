@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"path/filepath"
 	"time"
 
 	"gvisor.dev/gvisor/runsc/flag"
@@ -36,6 +37,14 @@ func (m AgentzipMode) String() string {
 	return "off"
 }
 
+const (
+	// maxPoolSocket is the length of the longest path of a pool's socket, in
+	// bytes. The kernel's limit is 107.
+	maxPoolSocket = 99
+	// maxDomain is the length of the longest domain, in bytes.
+	maxDomain = 128
+)
+
 func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	on := AgentzipMode(true)
 	flagSet.Var(&on, "agentzip", "evict guest memory into compressed storage while the sandbox waits: on (default) or off, which is stock runsc.")
@@ -48,6 +57,9 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Uint("agentzip-store-max", 0, "largest size in bytes of the compressed store; 0 is no limit.")
 	flagSet.String("agentzip-template", "map", "how a restored sandbox uses the pages of an uncompressed checkpoint: map (map them into applications until they are written to), copy (copy each when it is used), load (read all of them at once, as stock runsc does).")
 	flagSet.String("agentzip-prefetch", "on", "restore what a step is predicted to want as soon as it begins: on or off.")
+	flagSet.String("agentzip-pool", "", "absolute path of the socket of the host's page pool (agentzip pool serve), through which sandboxes of one --agentzip-domain keep equal pages once. Empty is no pool. Not settable by annotation.")
+	flagSet.Bool("agentzip-pool-start", false, "start a pool if none answers on --agentzip-pool; it ends when no sandbox has used it for 10 minutes. Not settable by annotation.")
+	flagSet.String("agentzip-domain", "", "the tenant whose sandboxes may share pages with each other: 1 to 128 printable ASCII characters. Sandboxes of other domains, or of another template, share nothing with them. Empty shares nothing. As an annotation, dev.agentzip.domain, it is to be set by whoever sets the tenant, since it decides with whom a sandbox shares. It is a name, not a secret.")
 	flagSet.Duration("agentzip-test-evict-every", 0, "TEST ONLY: evict everything eligible this often, whatever the tasks do.")
 	flagSet.Uint("agentzip-test-corrupt", 0, "TEST ONLY: flip a bit in the n-th stored page, to see that the checksum catches it.")
 }
@@ -85,6 +97,22 @@ func (c *Config) ValidateAgentzip() error {
 	}
 	if v := c.AgentzipPrefetch; v != "on" && v != "off" {
 		return fmt.Errorf("--agentzip-prefetch=%s: must be on or off", v)
+	}
+	if s := c.AgentzipPool; s != "" && !filepath.IsAbs(s) {
+		return fmt.Errorf("--agentzip-pool=%s: must be an absolute path", s)
+	} else if len(s) > maxPoolSocket {
+		return fmt.Errorf("--agentzip-pool=%s: the path has %d bytes, a socket's can have %d: use a shorter one, below /run for instance", s, len(s), maxPoolSocket)
+	}
+	if c.AgentzipPoolStart && c.AgentzipPool == "" {
+		return fmt.Errorf("--agentzip-pool-start needs --agentzip-pool=SOCKET, which says where")
+	}
+	if d := c.AgentzipDomain; len(d) > maxDomain {
+		return fmt.Errorf("--agentzip-domain has %d bytes: must be at most %d", len(d), maxDomain)
+	}
+	for _, b := range []byte(c.AgentzipDomain) {
+		if b < ' ' || b > '~' {
+			return fmt.Errorf("--agentzip-domain=%q: must consist of printable ASCII characters", c.AgentzipDomain)
+		}
 	}
 	if s := c.AgentzipStoreMax; s != 0 && s < 1<<20 {
 		return fmt.Errorf("--agentzip-store-max=%d: must be 0 or at least 1048576 bytes", s)

@@ -10,10 +10,27 @@ import (
 	"gvisor.dev/gvisor/runsc/config"
 )
 
+// AgentzipImage says which template a sandbox was restored from. Its zero value
+// is none.
+type AgentzipImage struct {
+	// Digest is the template's, in hexadecimal, and Dir the folder it is in.
+	Digest, Dir string
+}
+
 // AgentzipTemplate, if not nil, returns the files that the sandbox needs to use
 // the checkpoint in dir as a template, or none. opened are the image's files
 // that the restore reads, in the order of boot.RestoreOpts.
-var AgentzipTemplate func(conf *config.Config, dir string, opened []*os.File) ([]*os.File, error)
+var AgentzipTemplate func(conf *config.Config, dir string, opened []*os.File) ([]*os.File, AgentzipImage, error)
+
+// AgentzipStarted, if not nil, is called in the command that has started or
+// restored a sandbox, while its root container runs.
+var AgentzipStarted func(conf *config.Config, s *Sandbox, image AgentzipImage)
+
+func (s *Sandbox) agentzipStarted(conf *config.Config, image AgentzipImage) {
+	if AgentzipStarted != nil {
+		AgentzipStarted(conf, s, image)
+	}
+}
 
 // Call calls a method on the sandbox's control socket.
 func (s *Sandbox) Call(method string, arg, result any) error {

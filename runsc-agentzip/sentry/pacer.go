@@ -1,0 +1,187 @@
+package sentry
+
+import (
+	"sync"
+	"time"
+	"unsafe"
+
+	"runsc-agentzip/memfile"
+	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/pool/client"
+	"runsc-agentzip/pkg/pool/wire"
+)
+
+const (
+	// workPart is how many pages of either kind are shared before it is looked
+	// again whether to go on. It is also about how many the pool's socket takes.
+	workPart = 32
+	// publishPause is how long the pool has to take them, which is about what it
+	// needs to encode so many.
+	publishPause = 2 * time.Millisecond
+	// stalePause is how long to wait before stale pages are looked for again
+	// that were not found, which takes 10 us for each; it doubles up to
+	// maxStalePause.
+	stalePause    = time.Second
+	maxStalePause = time.Minute
+	// maxBacklog is how many pages of either kind may wait.
+	maxBacklog = 16 << 10
+)
+
+// A pacer is the pool as the backend sees it. A sibling that evicts makes the
+// pool ask for thousands of pages at once, or tell of them, while this sandbox
+// may have no time for any, and the pool's socket takes some dozens: the pacer
+// collects what comes, hands out a part of it at a time, and keeps what the
+// socket did not take.
+type pacer struct {
+	*client.Client
+
+	// ready is signalled when there is work or something else has changed.
+	ready chan struct{}
+
+	// mu protects what follows. Only the client's locks follow it.
+	mu sync.Mutex
+	// key is that of what follows.
+	key *wire.Key
+	// want are pages that the pool has asked for, published those that it has
+	// told of, each with a reference.
+	want      []wire.Page
+	published []memfile.PoolPlace
+	// full is set when the socket did not take a page, until begin.
+	full bool
+	// stale is set if there may be stale pages. They are looked for next at
+	// staleAt, and then after stalePause.
+	stale      bool
+	staleAt    time.Time
+	stalePause time.Duration
+}
+
+var _ memfile.Pool = (*pacer)(nil)
+
+func newPacer(c *client.Client) *pacer {
+	p := &pacer{Client: c, ready: make(chan struct{}, 1)}
+	go func() {
+		for range c.Ready() {
+			p.mu.Lock()
+			p.collect()
+			p.mu.Unlock()
+			select {
+			case p.ready <- struct{}{}:
+			default:
+			}
+		}
+	}()
+	return p
+}
+
+// Ready is client.Client.Ready.
+func (p *pacer) Ready() <-chan struct{} { return p.ready }
+
+// collect takes over what the client has.
+//
+// Preconditions: p.mu is held.
+func (p *pacer) collect() {
+	for {
+		w := p.Client.Work()
+		if w.Key != p.key {
+			for _, at := range p.published {
+				p.Unref(at.Loc)
+			}
+			p.key, p.want, p.published = w.Key, nil, nil
+			p.stale = false
+		}
+		if w.Stale != p.stale {
+			p.stale, p.staleAt, p.stalePause = w.Stale, time.Now(), stalePause
+		}
+		p.keep(w.Want...)
+		for _, at := range w.Published {
+			if w.Key == nil || len(p.published) >= maxBacklog {
+				p.Unref(at.Loc) // the next eviction of the page finds it
+				continue
+			}
+			p.published = append(p.published, at)
+		}
+		if len(w.Want)+len(w.Published) == 0 {
+			return
+		}
+	}
+}
+
+// keep keeps pages that the pool has asked for.
+//
+// Preconditions: p.mu is held.
+func (p *pacer) keep(pages ...wire.Page) {
+	p.want = append(p.want, pages[:min(len(pages), maxBacklog-len(p.want))]...)
+}
+
+// begin lets pages be published, though the socket was full before.
+func (p *pacer) begin() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.full = false
+}
+
+// backlog returns a channel that is ready when it is time to go on with what is
+// left, or nil if nothing is.
+func (p *pacer) backlog() <-chan time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.key != p.Client.Key():
+		return nil
+	case len(p.want)+len(p.published) != 0:
+		return time.After(publishPause)
+	case p.stale:
+		return time.After(time.Until(p.staleAt))
+	}
+	return nil
+}
+
+// Work implements memfile.Pool.Work.
+func (p *pacer) Work() memfile.PoolWork {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.collect()
+	w := memfile.PoolWork{Key: p.key}
+	p.published, w.Published = split(p.published)
+	if !p.full {
+		p.want, w.Want = split(p.want)
+	}
+	// After all else: it may have replaced some of them.
+	if now := time.Now(); p.stale && len(p.want)+len(p.published)+len(w.Want)+len(w.Published) == 0 && !now.Before(p.staleAt) {
+		w.Stale = true
+		p.staleAt = now.Add(p.stalePause)
+		p.stalePause = min(2*p.stalePause, maxStalePause)
+	}
+	return w
+}
+
+// split returns the first part of a queue, and what is left of it.
+func split[T any](q []T) (rest, part []T) {
+	part = append(part, q[:min(len(q), workPart)]...)
+	if len(part) == len(q) {
+		return nil, part
+	}
+	return q[len(part):], part
+}
+
+// Publish implements memfile.Pool.Publish.
+func (p *pacer) Publish(key *wire.Key, h *wire.Hash, page, tpl uint32, content *codec.Page) bool {
+	if p.Client.Publish(key, h, page, tpl, content) {
+		return true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key == p.key {
+		p.full = true
+		p.keep(wire.Page{Hash: *h, Cookie: page})
+	}
+	return false
+}
+
+// Sharing implements memfile.Pool.Sharing.
+func (p *pacer) Sharing() (wire.Sharing, uint64) {
+	s, own := p.Client.Sharing()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return s, own + uint64(cap(p.want))*uint64(unsafe.Sizeof(wire.Page{})) + uint64(cap(p.published))*uint64(unsafe.Sizeof(memfile.PoolPlace{}))
+}
