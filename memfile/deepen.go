@@ -134,6 +134,9 @@ func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err 
 	if d.err == nil {
 		d.err = b.compact(d.stop)
 	}
+	if p := b.pool.Load(); p != nil {
+		p.Flush()
+	}
 	return d.replaced.Load(), d.err
 }
 
@@ -237,6 +240,13 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 		return w
 	}
 	old := len(s.enc) + s.base.size()
+	if old > poolMin {
+		// It may have been stored while there was no pool, or what the pool said
+		// of it may have been lost.
+		if neww := b.shareDeepened(e, page, p); neww != 0 {
+			return neww
+		}
+	}
 	limit := old * 19 / 20
 	if away {
 		limit = codec.MaxEncoded

@@ -96,6 +96,29 @@ func (b *Backend) shareEvicted(e *encoder, in *codec.Input, page uint64) (*wire.
 	return nil, 0
 }
 
+// shareDeepened is for a deepening: it returns the word for a page that the pool
+// has, or else offers it and returns 0.
+func (b *Backend) shareDeepened(e *encoder, content *codec.Page, page uint64) word {
+	s := &e.pooled
+	p := b.pool.Load()
+	if p == nil || page >= 1<<32 || !s.prepare(p) {
+		return 0
+	}
+	s.hash = s.hasher.Sum(content)
+	s.count.Tries++
+	l, rec, ok := p.Find(s.key, &s.hash, s.record[:])
+	if ok {
+		if w := b.shareAt(s, content, page, l, &rec); w != 0 {
+			b.stats.form(codec.TagPool).Add(1)
+			return w
+		}
+	} else {
+		p.Offer(s.key, &s.hash, uint32(page))
+	}
+	s.count.Rejects++
+	return 0
+}
+
 // shareAt returns the word for a page with the content if that is what rec, the
 // record at l, decodes to, and 0 otherwise. It uses up the caller's reference to
 // l.

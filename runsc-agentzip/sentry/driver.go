@@ -160,7 +160,9 @@ func (d *driver) run() {
 		var work time.Duration
 		var res memfile.EvictResult
 		retry := d.f.IsAsyncLoading()
-		if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && !retry {
+		held, err := d.b.HeldBytes()
+		if due := err == nil && held > heldAfter+idleFloor && !retry; due && d.takeTurn(activity) {
+			workStart := time.Now()
 			tier := codec.TierMid
 			switch {
 			case process.background.governor.Busy():
@@ -168,12 +170,11 @@ func (d *driver) run() {
 			case d.conf.deepenAfter == 0:
 				tier = codec.TierDeep
 			}
-			var err error
 			quiet = quietTime{since: waitStart}
 			process.background.run(func() {
 				res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 			})
-			work = time.Since(waitStart)
+			work = time.Since(workStart)
 			logEvict(res, err)
 			resume = newResumption(d)
 			d.tellStep()
@@ -182,10 +183,11 @@ func (d *driver) run() {
 			} else {
 				heldAfter, retry = 0, true
 			}
-		}
-		if !retry {
-			// What the pool asked for while the sandbox worked.
-			d.share(stop)
+			if !retry {
+				// What the pool asked for while the sandbox worked.
+				d.share(stop)
+			}
+			d.giveTurn()
 		}
 		for late := !retry; late; {
 			work, due := quiet.next(d)
@@ -199,11 +201,14 @@ func (d *driver) run() {
 			case <-d.stop:
 				return
 			case <-d.poolReady():
-				d.share(stop)
+				work = d.share
 			case <-d.poolBacklog():
-				d.share(stop)
+				work = d.share
 			case <-timer:
+			}
+			if late && d.takeTurn(activity) {
 				work(stop)
+				d.giveTurn()
 			}
 		}
 		if retry {
@@ -280,7 +285,7 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 		var n uint64
 		var err error
 		process.background.run(func() {
-			n, err = pass(func() bool { return stop() || process.background.governor.Busy() })
+			n, err = pass(func() bool { return stop() || process.background.governor.Busy() || d.contended() })
 		})
 		// Only what activity interrupted, or a busy host, is taken up again.
 		*done = !errors.Is(err, memfile.ErrStopped)

@@ -133,3 +133,31 @@ func (d *driver) tellStep() {
 	d.pool.SendPatterns(d.b.ExportPatterns(prefetch.Digest(*d.template)))
 	d.untold, d.told = 0, time.Now()
 }
+
+// takeTurn waits until it is this sandbox's turn to compress memory: without it,
+// the more sandboxes of a host wait, the less of the processors would those get
+// that work. It returns false if the wait ends first. Without a pool it is always
+// this sandbox's turn.
+func (d *driver) takeTurn(activity <-chan struct{}) bool {
+	if d.pool == nil {
+		return true
+	}
+	select {
+	case <-d.pool.TakeTurn():
+		return true
+	case <-activity:
+	case <-d.stop:
+	}
+	d.pool.GiveTurn()
+	return false
+}
+
+// giveTurn ends the turn.
+func (d *driver) giveTurn() {
+	if d.pool != nil {
+		d.pool.GiveTurn()
+	}
+}
+
+// contended tells whether others wait for the turn.
+func (d *driver) contended() bool { return d.pool != nil && d.pool.Contended() }
