@@ -41,6 +41,12 @@ func TestEndToEnd(t *testing.T) {
 		}
 	}()
 
+	for flag, want := range map[string]bool{"network": true, "no-such-flag": false} {
+		if got, err := rt.HasFlag(ctx, flag); err != nil || got != want {
+			t.Errorf("flag %s: %v, %v", flag, got, err)
+		}
+	}
+
 	dir := t.TempDir()
 	bundle := filepath.Join(dir, "bundle")
 	// A shell loop is the smallest line server every root file system has; the

@@ -49,6 +49,10 @@ type Memory struct {
 	// OtherMemfd is the same for every other memfd of the sandbox: platform
 	// and bookkeeping.
 	OtherMemfd uint64 `json:"other_memfd"`
+	// PoolMemfd is the same for memfds of a page pool that the sandbox holds.
+	// It shares them with others, so they are not in Host: MeasurePool counts
+	// them once.
+	PoolMemfd uint64 `json:"pool_memfd,omitempty"`
 
 	Sentry ProcMemory `json:"sentry"`
 	Gofer  ProcMemory `json:"gofer"`
@@ -110,9 +114,12 @@ func (s *Sandbox) Memory() (Memory, error) {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
 	}
 	for _, fd := range fds {
-		if fd.name == guestMemfdName {
+		switch {
+		case fd.name == guestMemfdName:
 			m.GuestMemfd += fd.allocated
-		} else {
+		case !fd.writable:
+			m.PoolMemfd += fd.allocated
+		default:
 			m.OtherMemfd += fd.allocated
 		}
 	}
@@ -277,6 +284,9 @@ type memfd struct {
 	ino       uint64
 	allocated uint64 // st_blocks in bytes
 	size      int64
+	// writable: the process may write to it. A sandbox writes to every memfd of
+	// its own; those of a page pool it has read-only.
+	writable bool
 }
 
 // memfds lists the memfds of a process, each once.
@@ -287,7 +297,7 @@ func memfds(pid int) ([]memfd, error) {
 		return nil, err
 	}
 	var out []memfd
-	seen := make(map[uint64]bool)
+	seen := make(map[uint64]int)
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
 		target, err := os.Readlink(path)
@@ -302,16 +312,24 @@ func memfds(pid int) ([]memfd, error) {
 		if err := syscall.Stat(path, &st); err != nil {
 			continue
 		}
-		if seen[st.Ino] {
+		// The link's own mode says how the descriptor was opened.
+		var link syscall.Stat_t
+		if err := syscall.Lstat(path, &link); err != nil {
 			continue
 		}
-		seen[st.Ino] = true
+		writable := link.Mode&0o200 != 0
+		if i, ok := seen[st.Ino]; ok {
+			out[i].writable = out[i].writable || writable
+			continue
+		}
+		seen[st.Ino] = len(out)
 		out = append(out, memfd{
 			name:      strings.TrimSuffix(name, " (deleted)"),
 			path:      path,
 			ino:       st.Ino,
 			allocated: uint64(st.Blocks) * 512,
 			size:      st.Size,
+			writable:  writable,
 		})
 	}
 	return out, nil
@@ -402,7 +420,9 @@ func (s *Sandbox) CPUTime() (time.Duration, error) {
 			ticks += st.ticks
 		}
 	}
-	// USER_HZ is 100 in the kernel's interface on every Linux platform that
-	// gVisor supports.
-	return time.Duration(ticks) * (time.Second / 100), nil
+	return time.Duration(ticks) * cpuTick, nil
 }
+
+// cpuTick is the unit of processor time in /proc: USER_HZ is 100 in the kernel's
+// interface on every Linux platform that gVisor supports.
+const cpuTick = time.Second / 100

@@ -32,6 +32,7 @@ type startConfig struct {
 	stdin          io.Reader
 	stdout, stderr io.Writer
 	launcher       []string
+	flags          []string
 }
 
 // WithStdin feeds the container from r instead of Request and WriteLine.
@@ -50,6 +51,12 @@ func WithOutput(stdout, stderr io.Writer) StartOption {
 // this one.
 func WithLauncher(argv ...string) StartOption {
 	return func(c *startConfig) { c.launcher = argv }
+}
+
+// WithFlags starts the sandbox with further global runsc flags, after those of
+// the Runtime.
+func WithFlags(flags ...string) StartOption {
+	return func(c *startConfig) { c.flags = append(c.flags, flags...) }
 }
 
 // Sandbox is one running (or ended) sandbox. Its methods may be called
@@ -141,7 +148,7 @@ func (r *Runtime) start(ctx context.Context, id, image string, opts []StartOptio
 
 // spawn starts the attached runsc process and the goroutines around it.
 func (s *Sandbox) spawn(cfg startConfig, args []string) error {
-	argv := slices.Concat(cfg.launcher, []string{s.rt.binary}, s.rt.args(args...))
+	argv := slices.Concat(cfg.launcher, []string{s.rt.binary}, s.rt.args(cfg.flags...), args)
 	s.cmd = exec.Command(argv[0], argv[1:]...)
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	// Pipes of our own rather than exec's: deadlines then work on them, and

@@ -34,6 +34,8 @@ A batch begins only after the background work of the waiting sandboxes has died
 down (bounded by --settle), so that eviction by one system is not charged to
 the step times of the other. Eviction by sandboxes of the same system is.
 
+The sandboxes of the runtime to judge share a page pool.
+
 flags:
 `
 
@@ -133,6 +135,9 @@ type system struct {
 	idleSince []time.Time
 	// hasStats: the runtime tells what it holds.
 	hasStats bool
+	// pooled: its clones are to share a page pool, which is pool while they live.
+	pooled bool
+	pool   *pagePool
 }
 
 const (
@@ -189,7 +194,7 @@ func (d *demo) say(format string, args ...any) {
 func (d *demo) cleanup() error {
 	var errs []error
 	for _, s := range d.systems {
-		errs = append(errs, s.rt.Close())
+		errs = append(errs, s.rt.Close(), d.stopPool(s))
 	}
 	var referenceErr error
 	if d.reference != nil {
@@ -281,6 +286,12 @@ func (d *demo) makeTemplates(ctx context.Context) error {
 		d.report.Versions[s.name] = v
 	}
 	var err error
+	if judged.pooled, err = judged.rt.HasFlag(ctx, poolFlag); err != nil {
+		return err
+	}
+	if !judged.pooled {
+		d.say("note: %s", noPoolText(d.cfg.runtime))
+	}
 	if judged.image, err = d.makeTemplate(ctx, judged, &d.report.Template); err != nil {
 		return err
 	}
@@ -406,8 +417,20 @@ func (d *demo) runGroup(ctx context.Context, group []*system) error {
 
 // restore starts the clones of a system.
 func (d *demo) restore(ctx context.Context, s *system) error {
+	var opts []fleet.StartOption
+	if s.pooled {
+		var log io.Writer
+		if d.cfg.verbose {
+			log = d.stderr
+		}
+		var err error
+		if s.pool, err = startPagePool(ctx, s.rt.Binary(), poolDir(d.dir.path), log); err != nil {
+			return err
+		}
+		opts = append(opts, fleet.WithFlags(s.pool.flags()...))
+	}
 	for i := range d.cfg.clones {
-		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%03d", s.name, i), d.bundle, s.image)
+		sb, err := s.rt.Restore(ctx, fmt.Sprintf("%s-%03d", s.name, i), d.bundle, s.image, opts...)
 		if err != nil {
 			return fmt.Errorf("restoring %s clone %d: %w", s.name, i, err)
 		}
@@ -482,11 +505,7 @@ func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, r
 	if err := sleep(ctx, d.cfg.wait); err != nil {
 		return err
 	}
-	var all []*fleet.Sandbox
-	for _, g := range group {
-		all = append(all, g.clones...)
-	}
-	q, err := quiesce(ctx, all, d.cfg.settle)
+	q, err := quiesceGroup(ctx, group, d.cfg.settle)
 	if err != nil {
 		return err
 	}
@@ -497,6 +516,20 @@ func (d *demo) waitAndMeasure(ctx context.Context, group []*system, s *system, r
 		}
 	}
 	return nil
+}
+
+// quiesceGroup waits until nothing of the systems' sandboxes works in the
+// background, or for limit.
+func quiesceGroup(ctx context.Context, group []*system, limit time.Duration) (quiescence, error) {
+	var all []*fleet.Sandbox
+	var pool *pagePool
+	for _, g := range group {
+		all = append(all, g.clones...)
+		if g.pool != nil {
+			pool = g.pool
+		}
+	}
+	return quiesce(ctx, all, pool, limit)
 }
 
 // loadMeter tells how much of the machine other programs use meanwhile, which
@@ -526,6 +559,11 @@ func (d *demo) ownCPU() time.Duration {
 		for _, sb := range s.clones {
 			// One that just ended shows as an error where it matters.
 			if c, err := sb.CPUTime(); err == nil {
+				t += c
+			}
+		}
+		if s.pool != nil {
+			if c, err := s.pool.CPUTime(); err == nil {
 				t += c
 			}
 		}
@@ -571,6 +609,12 @@ func (d *demo) measure(ctx context.Context, s *system, clone, round int, step, w
 			return err
 		}
 		m.HostBytes += m.TemplateOnceBytes / uint64(d.cfg.clones)
+	}
+	if s.pool != nil {
+		if m.Pool, err = s.pool.measure(m.Memory.Template, s.clones); err != nil {
+			return err
+		}
+		m.HostBytes += m.Pool.Host() / uint64(d.cfg.clones)
 	}
 	if s.hasStats {
 		m.Stats = &st
@@ -620,16 +664,25 @@ func (d *demo) verify(ctx context.Context, s *system) error {
 	return nil
 }
 
+// stopPool ends a system's page pool, if it has one.
+func (d *demo) stopPool(s *system) error {
+	if s.pool == nil {
+		return nil
+	}
+	killed, err := s.pool.stop()
+	if killed {
+		d.say("note: the page pool did not end within %v of SIGTERM and was killed", s.pool.grace)
+	}
+	s.pool = nil
+	return err
+}
+
 // teardown ends a system's sandboxes and sees what the host gets back.
 func (d *demo) teardown(ctx context.Context, group []*system, s *system) error {
 	if err := sleep(ctx, d.cfg.wait); err != nil {
 		return err
 	}
-	var all []*fleet.Sandbox
-	for _, g := range group {
-		all = append(all, g.clones...)
-	}
-	if _, err := quiesce(ctx, all, d.cfg.settle); err != nil {
+	if _, err := quiesceGroup(ctx, group, d.cfg.settle); err != nil {
 		return err
 	}
 	for i := range s.clones {
@@ -650,6 +703,9 @@ func (d *demo) teardown(ctx context.Context, group []*system, s *system) error {
 		}
 	}
 	s.clones = nil
+	if err := d.stopPool(s); err != nil {
+		return err
+	}
 	// The kernel frees some of it a little later.
 	if err := sleep(ctx, time.Second); err != nil {
 		return err

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -34,6 +36,7 @@ type episode struct {
 	sys  *contender
 	work *preparedWorkload
 	swap *swapSpace // nil unless the system swaps
+	pool *pagePool  // nil unless the system's sandboxes share one
 
 	began    time.Time
 	clones   []*clone
@@ -105,6 +108,13 @@ func (e *episode) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer e.timeline.stop()
+	// After the timeline's first look at the host: the pool is part of what the
+	// sandboxes add to it.
+	if e.sys.pooled {
+		if e.pool, err = e.r.startPool(ctx, e.sys); err != nil {
+			return err
+		}
+	}
 
 	if err := e.restore(ctx); err != nil {
 		return err
@@ -124,6 +134,20 @@ func (e *episode) run(ctx context.Context) (err error) {
 	sandboxes, err := e.sandboxCPU()
 	if err != nil {
 		return err
+	}
+	if e.pool != nil {
+		// Without it the sandboxes would have gone on alone, unnoticed.
+		if err := e.pool.alive(); err != nil {
+			return err
+		}
+		// The pool works for the sandboxes only. It has not been waited for, so
+		// that it is not in own.
+		pool, err := e.pool.CPUTime()
+		if err != nil {
+			return err
+		}
+		e.out.PoolCPUSeconds = pool.Seconds()
+		sandboxes += pool
 	}
 	e.out.SandboxCPUSeconds = sandboxes.Seconds()
 	// KSM's thread counts as others', and a guest process that ended as far as
@@ -215,6 +239,9 @@ func (e *episode) start(ctx context.Context, clone int) (*fleet.Sandbox, error) 
 	if e.swap != nil {
 		opts = e.clones[clone].swap.startOptions()
 	}
+	if e.pool != nil {
+		opts = append(opts, fleet.WithFlags(e.pool.flags()...))
+	}
 	// Of one width: runsc takes the beginning of an id for the id.
 	return e.sys.rt.Restore(ctx, fmt.Sprintf("clone-%03d", clone), e.work.bundle, e.work.images[e.sys.judged], opts...)
 }
@@ -243,11 +270,35 @@ func (e *episode) drive(ctx context.Context) error {
 	if dropped > 0 {
 		e.problem(false, "memory was measured in %d of %d waits: the machine was too busy in the others", len(e.out.memory), len(e.out.memory)+dropped)
 	}
+	if e.pool != nil {
+		lost := unpooled(e.out.memory)
+		for _, clone := range slices.Sorted(maps.Keys(lost)) {
+			e.problem(false, "clone %d was not connected to the page pool when it was measured last: %s", clone, lost[clone])
+		}
+	}
 	for _, c := range e.clones {
 		e.out.steps = append(e.out.steps, c.steps...)
 		e.out.Waits += len(c.plan) + 1
 	}
 	return nil
+}
+
+// unpooled are the clones that had no connection to the page pool when they were
+// measured last, and why.
+func unpooled(samples []report.Memory) map[int]string {
+	out := make(map[int]string)
+	last := make(map[int]float64)
+	for _, m := range samples {
+		if m.Stats == nil || m.At < last[m.Clone] {
+			continue
+		}
+		last[m.Clone] = m.At
+		delete(out, m.Clone)
+		if why := notConnected(m.Stats.Pool); why != "" {
+			out[m.Clone] = why
+		}
+	}
+	return out
 }
 
 // stepDone tells how far the episode is.
@@ -301,6 +352,9 @@ func (e *episode) teardown(ctx context.Context) error {
 			return err
 		}
 	}
+	if err := e.stopPool(); err != nil {
+		return err
+	}
 	if err := sleep(ctx, freeingTime); err != nil {
 		return err
 	}
@@ -315,11 +369,7 @@ func (e *episode) teardown(ctx context.Context) error {
 // settle lets all clones wait until they are small, or for a limit.
 func (e *episode) settle(ctx context.Context) error {
 	e.r.progress.status("%s: letting the clones wait", e)
-	var sbs []*fleet.Sandbox
-	for _, c := range e.clones {
-		sbs = append(sbs, c.sb)
-	}
-	if _, err := quiesce(ctx, sbs, settleLimit); err != nil {
+	if _, err := quiesce(ctx, e.sandboxes(), e.pool, settleLimit); err != nil {
 		return err
 	}
 	sctx, cancel := context.WithTimeout(ctx, settleLimit)
@@ -330,6 +380,32 @@ func (e *episode) settle(ctx context.Context) error {
 		}
 	}
 	return ctx.Err()
+}
+
+// sandboxes are those of all clones.
+func (e *episode) sandboxes() []*fleet.Sandbox {
+	var sbs []*fleet.Sandbox
+	for _, c := range e.clones {
+		sbs = append(sbs, c.sb)
+	}
+	return sbs
+}
+
+// stopPool ends the page pool, if there is one.
+func (e *episode) stopPool() error {
+	if e.pool == nil {
+		return nil
+	}
+	dead := e.pool.alive()
+	killed, err := e.pool.stop()
+	if dead != nil {
+		e.problem(true, "%v", dead)
+	}
+	if killed {
+		e.problem(false, "the page pool did not end within %v of SIGTERM and was killed", e.pool.grace)
+	}
+	e.pool = nil
+	return err
 }
 
 // close ends what still runs and puts the host back.
@@ -345,6 +421,7 @@ func (e *episode) close() error {
 			errs = append(errs, c.sb.Delete(ctx))
 		}
 	}
+	errs = append(errs, e.stopPool())
 	if e.swap != nil {
 		errs = append(errs, e.swap.close())
 	}

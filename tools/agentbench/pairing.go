@@ -27,8 +27,8 @@ type keptPart map[sampleID]float64
 //     nearest one that was measured, times the part of its guest memory that
 //     linux still holds: as if swapping treated pages that differ from the
 //     template's like the others.
-//   - What a counted system owns is checked from outside: the memory file and
-//     what the Sentry holds beyond stock's.
+//   - What a counted system owns is checked from outside: the memory file, what
+//     the Sentry holds beyond stock's, and an equal part of the page pool.
 func pairMemory(r *report.Report, kept keptPart) {
 	type turn struct {
 		workload           string
@@ -60,6 +60,9 @@ func pairMemory(r *report.Report, kept keptPart) {
 		}
 		if base := stockOther[turnOf(m.Key)]; m.Stats != nil && len(base) > 0 {
 			m.OwnedOutsideBytes = m.Measured.GuestMemfd + uint64(max(0, other(*m)-mean(base)))
+			if m.Pool != nil {
+				m.OwnedOutsideBytes += m.Pool.Own() / uint64(max(m.Clones, 1))
+			}
 		}
 	}
 }

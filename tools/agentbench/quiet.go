@@ -25,9 +25,9 @@ type quiescence struct {
 	quiet bool
 }
 
-// quiesce waits until the sandboxes together use less than a twentieth of one
-// core, or for limit.
-func quiesce(ctx context.Context, sbs []*fleet.Sandbox, limit time.Duration) (quiescence, error) {
+// quiesce waits until the sandboxes and their page pool, if it is not nil,
+// together use less than a twentieth of one core, or for limit.
+func quiesce(ctx context.Context, sbs []*fleet.Sandbox, pool *pagePool, limit time.Duration) (quiescence, error) {
 	const window = 500 * time.Millisecond
 	total := func() (time.Duration, error) {
 		var t time.Duration
@@ -35,6 +35,13 @@ func quiesce(ctx context.Context, sbs []*fleet.Sandbox, limit time.Duration) (qu
 			c, err := sb.CPUTime()
 			if err != nil {
 				return 0, fmt.Errorf("while waiting: %w", endedWhy(sb, err))
+			}
+			t += c
+		}
+		if pool != nil {
+			c, err := pool.CPUTime()
+			if err != nil {
+				return 0, fmt.Errorf("while waiting: %w", err)
 			}
 			t += c
 		}

@@ -57,8 +57,14 @@ type demoReport struct {
 	OwnedStockBytes      float64 `json:"owned_stock_bytes"`
 	OwnedBytes           float64 `json:"owned_bytes"`
 	// OwnedOutsideBytes estimates OwnedBytes without asking the runtime.
-	OwnedOutsideBytes float64           `json:"owned_outside_bytes"`
-	Definitions       map[string]string `json:"definitions"`
+	OwnedOutsideBytes float64 `json:"owned_outside_bytes"`
+	// PoolBytes is what the page pool of all agentzip sandboxes together holds,
+	// PoolShareBytes the part of OwnedBytes that is in it.
+	PoolBytes      float64 `json:"pool_bytes"`
+	PoolShareBytes float64 `json:"pool_share_bytes"`
+	// PoolProblems are sandboxes that had no connection to it at the end of a wait.
+	PoolProblems []string          `json:"pool_problems"`
+	Definitions  map[string]string `json:"definitions"`
 
 	// Versions of the two binaries. Only equal ones can share an image;
 	// StockTemplate is filled if they could not.
@@ -84,8 +90,9 @@ type demoReport struct {
 var demoDefinitions = map[string]string{
 	"committed":                   "guest memory committed by one sandbox, template included. stock: st_blocks of its memory file; agentzip: guest_bytes of its stats",
 	"owned":                       "stock: committed pages whose content differs from the template's page at the same offset (a page that the template lacks counts unless it is all zeros), compared from outside with a fresh clone's memory file; agentzip: owned_bytes of its stats (memory file, compressed store, metadata, pool share)",
-	"owned_outside":               "agentzip owned memory estimated without its stats: st_blocks of the memory file plus what its Sentry's anonymous memory and other memfds exceed the stock Sentry's by",
-	"host":                        "all memory one sandbox adds to the host: memfds by st_blocks, anonymous and file PSS of Sentry, gofer and stubs, page tables; files such as the binary count in proportion; a template that the sandboxes share counts once, as much of it as the page cache holds, in equal parts",
+	"owned_outside":               "agentzip owned memory estimated without its stats: st_blocks of the memory file plus what its Sentry's anonymous memory and other memfds exceed the stock Sentry's by, and an equal part of pool",
+	"pool":                        "what the page pool of all agentzip sandboxes together holds, seen from outside: st_blocks of its memory files and its process's anonymous memory. pool_share is a sandbox's part of it by its stats, which is in owned",
+	"host":                        "all memory one sandbox adds to the host: memfds by st_blocks, anonymous and file PSS of Sentry, gofer and stubs, page tables; files such as the binary count in proportion; a page pool in equal parts; a template that the sandboxes share counts once, as much of it as the page cache holds, in equal parts",
 	"owned_reduction":             "stock owned over agentzip owned, both averaged over all sandboxes and all waits after steps, measured at the end of the wait",
 	"host_reduction":              "stock host over agentzip host, averaged in the same way",
 	"host_reduction_memavailable": "MemAvailable that returns when all stock sandboxes are ended, over the same for agentzip, at the end of the run; a shared template, which MemAvailable takes for free memory, is added once. It includes what other programs did meanwhile",
@@ -144,10 +151,12 @@ type memorySample struct {
 	HostBytes uint64 `json:"host_bytes"`
 	// TemplateOnceBytes is what the host caches of a template that all
 	// sandboxes of this system share; 0 if they copied it.
-	TemplateOnceBytes uint64           `json:"template_once_bytes"`
-	Memory            fleet.Memory     `json:"measured"`
-	Diff              *fleet.GuestDiff `json:"diff,omitempty"`
-	Stats             *control.Stats   `json:"stats,omitempty"`
+	TemplateOnceBytes uint64       `json:"template_once_bytes"`
+	Memory            fleet.Memory `json:"measured"`
+	// Pool is what the page pool held; HostBytes has an equal part of it.
+	Pool  *fleet.PoolMemory `json:"pool,omitempty"`
+	Diff  *fleet.GuestDiff  `json:"diff,omitempty"`
+	Stats *control.Stats    `json:"stats,omitempty"`
 }
 
 type settleSample struct {
@@ -220,7 +229,7 @@ func newDemoReport(c demoConfig) *demoReport {
 		Runtime: c.runtime, Stock: c.stock, Definitions: demoDefinitions,
 		// Lists are never null in the JSON.
 		Versions:   make(map[string]string),
-		Mismatches: []mismatch{}, CheckProblems: []string{},
+		Mismatches: []mismatch{}, CheckProblems: []string{}, PoolProblems: []string{},
 	}
 }
 
@@ -264,13 +273,24 @@ func (r *demoReport) finish(elapsed time.Duration, err error) {
 	r.HostReduction = ratio(mean(stockHost), mean(host))
 	if r.RuntimeHasStats {
 		r.CommittedOverOwned = ratio(mean(committed), mean(owned))
-		var memfd []float64
+		var memfd, pool, share []float64
 		for _, m := range r.Memory {
 			if m.System == judgedName && m.When == afterWait && m.Round >= 0 && m.Round < r.Rounds {
 				memfd = append(memfd, float64(m.Memory.GuestMemfd))
+				if m.Pool != nil {
+					pool = append(pool, float64(m.Pool.Own()))
+				}
+				if m.Stats == nil {
+					continue
+				}
+				share = append(share, float64(m.Stats.PoolShareBytes))
+				if why := notConnected(m.Stats.Pool); m.Pool != nil && why != "" {
+					r.PoolProblems = append(r.PoolProblems, fmt.Sprintf("clone %d, round %d: %s", m.Clone, m.Round, why))
+				}
 			}
 		}
-		r.OwnedOutsideBytes = mean(memfd) + max(0, mean(other)-mean(stockOther))
+		r.PoolBytes, r.PoolShareBytes = mean(pool), mean(share)
+		r.OwnedOutsideBytes = mean(memfd) + max(0, mean(other)-mean(stockOther)) + r.PoolBytes/float64(max(r.Clones, 1))
 	}
 
 	r.StepTimeRatio = sumRatio(r.Steps, func(s stepSample) float64 { return s.Seconds })
@@ -501,12 +521,15 @@ func (r *demoReport) print(w io.Writer) {
 	fmt.Fprintf(w, "%-11s|%9s%9s%9s |%9s%18s%18s |%10s%10s\n", "steps, mean", "", m(r.OwnedStockBytes), "", "", m(r.OwnedBytes), "", x(r.OwnedReduction), x(r.HostReduction))
 	fmt.Fprintln(w, "guest = all memory the guest has committed, template included; stock owned = the part that differs from the template")
 	if r.RuntimeHasStats {
-		fmt.Fprintf(w, "agentzip owned = memory file + compressed store + metadata, from its stats; estimated from outside: %s\n", m(r.OwnedOutsideBytes))
+		fmt.Fprintf(w, "agentzip owned = memory file + compressed store + metadata + pool share, from its stats; estimated from outside: %s\n", m(r.OwnedOutsideBytes))
+		if r.PoolBytes > 0 {
+			fmt.Fprintf(w, "the page pool holds %s for all %d agentzip sandboxes together, %s each; their stats count %s each\n", m(r.PoolBytes), r.Clones, m(r.PoolBytes/float64(r.Clones)), m(r.PoolShareBytes))
+		}
 		fmt.Fprintf(w, "agentzip guest over owned (compression of everything, template included): %s\n", x(r.CommittedOverOwned))
 	} else {
 		fmt.Fprintln(w, "this runtime has no agentzip stats: its owned memory is measured as stock's is, the memory that differs from the template")
 	}
-	fmt.Fprintln(w, "host = memory files, Sentry, gofer, stubs and page tables")
+	fmt.Fprintln(w, "host = memory files, Sentry, gofer, stubs and page tables, and an equal part of the page pool")
 	if t := r.templateOnce(judgedName); t > 0 {
 		fmt.Fprintf(w, "       and 1/%d of the %s that the page cache holds of the template the agentzip sandboxes share\n", r.Clones, mib(t))
 	}
@@ -552,5 +575,8 @@ func (r *demoReport) print(w io.Writer) {
 	}
 	for _, p := range r.CheckProblems {
 		fmt.Fprintf(w, "check: %s\n", p)
+	}
+	if n := len(r.PoolProblems); n > 0 {
+		fmt.Fprintf(w, "note: sandboxes were measured %d times without a connection to the page pool, first %s\n", n, r.PoolProblems[0])
 	}
 }

@@ -40,6 +40,9 @@ part switched off)
 
 workloads:
 %s
+The sandboxes of an episode of the runtime under test share a page pool, which is
+started before the first of them and ended after the last.
+
 Nothing else should run meanwhile. The system linux sets up swap for as long as
 it is measured, and refuses to if the host has swap in use.
 
@@ -400,6 +403,7 @@ func (b *benchmark) open(ctx context.Context) error {
 		return fleet.New(o)
 	}
 	sums := make(map[string]string)
+	hasPool, poolKnown := false, false
 	for _, k := range b.cfg.systems {
 		if b.makers[k.judged] == nil {
 			rt, err := newRuntime("template-"+map[bool]string{false: "stock", true: "runtime"}[k.judged], k.judged, nil)
@@ -415,6 +419,18 @@ func (b *benchmark) open(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
+		if k.pooled && !poolKnown {
+			if hasPool, err = rt.HasFlag(ctx, poolFlag); err != nil {
+				return err
+			}
+			poolKnown = true
+			if !hasPool {
+				text := noPoolText(b.cfg.runtime)
+				b.progress.say("note: %s", text)
+				b.report.Problems = append(b.report.Problems, report.Problem{Text: text})
+			}
+		}
+		k.pooled = k.pooled && hasPool
 		b.contenders = append(b.contenders, &contender{k, rt})
 		if sums[rt.Binary()] == "" {
 			if sums[rt.Binary()], err = sumOf(rt.Binary()); err != nil {
@@ -425,11 +441,29 @@ func (b *benchmark) open(ctx context.Context) error {
 		if k.judged {
 			flags = slices.Concat(fleet.DefaultFlags, b.cfg.runtimeFlags, k.flags)
 		}
+		if k.pooled {
+			// Without the path, so that the same system is the same in all reports.
+			flags = append(flags, poolFlags("SOCKET")...)
+		}
 		b.report.Systems = append(b.report.Systems, report.System{
-			Name: k.name, Summary: k.summary, Binary: rt.Binary(), Version: b.versions[k.judged], SHA256: sums[rt.Binary()], Flags: flags, Ablation: k.ablation,
+			Name: k.name, Summary: k.summary, Binary: rt.Binary(), Version: b.versions[k.judged], SHA256: sums[rt.Binary()], Flags: flags, Ablation: k.ablation, Pool: k.pooled,
 		})
 	}
 	return nil
+}
+
+// startPool starts the page pool of an episode.
+func (b *benchmark) startPool(ctx context.Context, sys *contender) (*pagePool, error) {
+	var log io.Writer
+	if b.cfg.verbose {
+		log = b.progress
+	}
+	return startPagePool(ctx, sys.rt.Binary(), poolDir(b.dir.path), log)
+}
+
+// noPoolText says that a runtime knows no page pool.
+func noPoolText(binary string) string {
+	return fmt.Sprintf("%s has no page pool (no flag --%s): its sandboxes run without one and share only their template", binary, poolFlag)
 }
 
 // sumOf is the SHA-256 of a file.

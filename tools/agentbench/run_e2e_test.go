@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -29,6 +30,10 @@ const (
 	stockEnv   = "AGENTBENCH_STOCK"
 	// childEnv makes the test binary run the benchmark in a directory.
 	childEnv = "AGENTBENCH_TEST_RUN"
+	// fakePoolEnv makes it a page pool that behaves in some way, poolOwnerEnv a
+	// program that starts one.
+	fakePoolEnv  = "AGENTBENCH_TEST_POOL"
+	poolOwnerEnv = "AGENTBENCH_TEST_POOL_OWNER"
 )
 
 // TestMain lets the test binary be all programs that the tests need: the guest's
@@ -39,6 +44,10 @@ func TestMain(m *testing.M) {
 		serveTools(os.Stdin, os.Stdout)
 	case len(os.Args) > 1 && os.Args[1] == "enter":
 		linuxmem.Enter(os.Args[2:])
+	case os.Getenv(fakePoolEnv) != "":
+		servePool(os.Getenv(fakePoolEnv), os.Args[1:])
+	case os.Getenv(poolOwnerEnv) != "":
+		ownPool(os.Getenv(poolOwnerEnv))
 	case os.Getenv(childEnv) != "":
 		b := newBenchmark(testConfig(os.Getenv(childEnv), "linux", time.Minute), nil, os.Stderr)
 		fmt.Fprintln(os.Stderr, b.run(context.Background()))
@@ -171,7 +180,7 @@ func TestRunEndToEnd(t *testing.T) {
 	dir := testDir(t)
 	before := machineState(t)
 	var log bytes.Buffer
-	systems := "stock,linux,agentzip,agentzip-notemplate,agentzip-off"
+	systems := "stock,linux,agentzip,agentzip-nopool,agentzip-notemplate,agentzip-off"
 	cfg := testConfig(dir, systems, 600*time.Millisecond)
 	cfg.workloads[0].Cycle = 2
 	b := newBenchmark(cfg, nil, &log)
@@ -190,8 +199,17 @@ func TestRunEndToEnd(t *testing.T) {
 		assert.Positive(t, e.SandboxCPUSeconds)
 		assert.Positive(t, e.CPUSeconds)
 		assert.Positive(t, e.OwnCPUSeconds)
+		assert.LessOrEqual(t, e.PoolCPUSeconds, e.SandboxCPUSeconds)
 	}
-	for _, s := range []string{"stock", "agentzip", "agentzip-notemplate", "agentzip-off"} {
+	pooled := make(map[string]bool)
+	for _, s := range r.Systems {
+		pooled[s.Name] = s.Pool
+		assert.Equal(t, slices.Contains([]string{"agentzip", "agentzip-notemplate"}, s.Name), s.Pool, s.Name)
+	}
+	for _, p := range r.Problems {
+		assert.NotContains(t, p.Text, "not connected to the page pool")
+	}
+	for _, s := range []string{"stock", "agentzip", "agentzip-nopool", "agentzip-notemplate", "agentzip-off"} {
 		assert.Equal(t, 1, taking[s], s)
 	}
 	assert.Len(t, r.Steps, len(r.Episodes)*2*4)
@@ -205,6 +223,10 @@ func TestRunEndToEnd(t *testing.T) {
 		assert.GreaterOrEqual(t, m.IdleSeconds, 0.3)
 		assert.Positive(t, m.CommittedBytes)
 		assert.Positive(t, m.HostBytes)
+		if assert.Equal(t, pooled[m.System], m.Pool != nil, m.System) && m.Pool != nil {
+			assert.Positive(t, m.Pool.Process.PSSAnon)
+			assert.LessOrEqual(t, m.PoolShareBytes, m.OwnedBytes)
+		}
 		assert.Equal(t, m.System == linuxName, m.SwapBytes > 0, "%s: %d bytes of swap", m.System, m.SwapBytes)
 	}
 	for s, n := range taking {

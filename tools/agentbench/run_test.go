@@ -51,7 +51,7 @@ func TestRunFlags(t *testing.T) {
 		"--workload nope":     "swe",
 		"--workload swe,nope": `"nope"`,
 		"--workload ,":        "swe",
-		"--systems nope":      "stock, linux, agentzip, agentzip-noprefetch",
+		"--systems nope":      "stock, linux, agentzip, agentzip-nopool, agentzip-noprefetch",
 		"--systems stock,":    `unknown system ""`,
 		"--clones 0":          "from 1 on",
 		"--clones 4,x":        `"4,x"`,
@@ -95,7 +95,8 @@ func TestParseSystems(t *testing.T) {
 	assert.Equal(t, "agentzip", ablation[1].name)
 	for _, s := range ablation[2:] {
 		assert.NotEmpty(t, s.ablation, s.name)
-		assert.NotEmpty(t, s.flags, s.name)
+		assert.Equal(t, s.name == "agentzip-nopool", len(s.flags) == 0, s.name)
+		assert.Equal(t, s.name != "agentzip-nopool" && s.name != "agentzip-off", s.pooled, s.name)
 		assert.True(t, s.judged, s.name)
 	}
 	assert.Len(t, ablation, len(systemKinds)-1, "all but linux")
@@ -218,7 +219,9 @@ func TestPairMemory(t *testing.T) {
 		memory(judgedName, 0, 3, 9*mb, 4*mb, 31*mb, &control.Stats{}),
 		memory(judgedName, 1, 3, 9*mb, 4*mb, 20*mb, &control.Stats{}),
 		memory(linuxName, 2, 3, 0, 0, 0, nil), // stock has no such clone
+		memory(judgedName, 1, 4, 9*mb, 4*mb, 20*mb, &control.Stats{}),
 	}}
+	r.Memory[7].Pool = &fleet.PoolMemory{Memfd: 5 * mb, Process: fleet.ProcMemory{PSSAnon: 3 * mb, PSSFile: 7 * mb}}
 	pairMemory(r, keptPart{idOf(key(linuxName), 0, 3): 0.25, idOf(key(linuxName), 1, 3): 0.25})
 	assert.EqualValues(t, 10*mb, r.Memory[0].OwnedBytes)
 	assert.True(t, r.Memory[0].OwnedEstimated)
@@ -228,6 +231,7 @@ func TestPairMemory(t *testing.T) {
 	assert.EqualValues(t, 40*mb, r.Memory[2].OwnedBytes)
 	assert.EqualValues(t, 4*mb+6*mb, r.Memory[4].OwnedOutsideBytes)
 	assert.EqualValues(t, 4*mb, r.Memory[5].OwnedOutsideBytes, "a smaller Sentry hides nothing of the memory file")
+	assert.EqualValues(t, 4*mb+4*mb, r.Memory[7].OwnedOutsideBytes, "half of the pool")
 }
 
 func TestNearest(t *testing.T) {

@@ -69,6 +69,22 @@ func (d *runDir) reserveRoot(name string) (string, error) {
 	return root, os.WriteFile(filepath.Join(d.path, runRoots), b, 0o600)
 }
 
+// poolDir is where a run's page pool has its socket: below the run's directory
+// unless the path would be too long for a socket. What takes its place is named
+// after the run, too, so that reclaim finds it.
+func poolDir(run string) string {
+	dir := filepath.Join(run, "pool")
+	if len(filepath.Join(dir, poolSocket)) < socketMax {
+		return dir
+	}
+	return filepath.Join("/run", "agentbench-"+strings.TrimPrefix(filepath.Base(run), runPrefix)+"-pool")
+}
+
+// remove deletes a run's directories.
+func remove(run string) error {
+	return errors.Join(os.RemoveAll(poolDir(run)), os.RemoveAll(run))
+}
+
 // end deletes the directory, unless err says that something could not be undone
 // whose record it holds: then it is only unlocked, for reclaim to find.
 func (d *runDir) end(err error) error {
@@ -76,7 +92,7 @@ func (d *runDir) end(err error) error {
 	if err != nil {
 		return fmt.Errorf("%w\nwhat is left is recorded in %s: run `agentbench reclaim --work %s`", err, d.path, filepath.Dir(d.path))
 	}
-	return os.RemoveAll(d.path)
+	return remove(d.path)
 }
 
 func readRoots(dir string) ([]string, error) {
@@ -113,6 +129,10 @@ func tryLock(path string) (*os.File, error) {
 
 // reclaimRuns cleans up after runs below parent that were killed.
 func reclaimRuns(parent string, say func(string, ...any)) error {
+	parent, err := filepath.Abs(parent)
+	if err != nil {
+		return err
+	}
 	dirs, err := filepath.Glob(filepath.Join(parent, runPrefix+"*"))
 	if err != nil {
 		return err
@@ -141,7 +161,7 @@ func reclaimRuns(parent string, say func(string, ...any)) error {
 			lock.Close()
 			return err
 		}
-		err = os.RemoveAll(dir)
+		err = remove(dir)
 		lock.Close()
 		if err != nil {
 			return err

@@ -15,7 +15,7 @@ type systemKind struct {
 	judged bool
 	// flags are global runsc flags, after the user's --runtime-flags.
 	flags []string
-	// ablation names the part of the runtime that flags switch off.
+	// ablation names the part of the runtime that is switched off.
 	ablation string
 	// swaps: each sandbox lies in a memory cgroup whose memory is moved to a
 	// compressed swap device when it waits.
@@ -23,6 +23,9 @@ type systemKind struct {
 	// counted: the runtime itself tells what it holds. Where it does not, guest
 	// memory is compared with the template's.
 	counted bool
+	// pooled: all sandboxes of an episode share a page pool, if the runtime has
+	// one.
+	pooled bool
 }
 
 // linuxName is the system that does with Linux's own means what the runtime
@@ -33,14 +36,16 @@ const linuxName = "linux"
 var systemKinds = []systemKind{
 	{name: report.Stock, summary: "unpatched runsc"},
 	{name: linuxName, summary: "unpatched runsc, a memory cgroup each, moved to compressed swap (zram, lz4) when it has waited for 200 ms, by a thread of nice 10 as the runtime under test has for its evictions, KSM on", swaps: true},
-	{name: judgedName, summary: "the runtime under test with its defaults", judged: true, counted: true},
-	{name: "agentzip-noprefetch", summary: "nothing is restored before it is touched", judged: true, counted: true,
+	{name: judgedName, summary: "the runtime under test with its defaults, and a page pool that the clones share", judged: true, counted: true, pooled: true},
+	{name: "agentzip-nopool", summary: "without the pool: clones share nothing but the template", judged: true, counted: true,
+		ablation: "pool"},
+	{name: "agentzip-noprefetch", summary: "nothing is restored before it is touched", judged: true, counted: true, pooled: true,
 		flags: []string{"--agentzip-prefetch=off"}, ablation: "prefetch"},
-	{name: "agentzip-notemplate", summary: "a restore copies the whole template, which is each clone's own then", judged: true, counted: true,
+	{name: "agentzip-notemplate", summary: "a restore copies the whole template, which is each clone's own then", judged: true, counted: true, pooled: true,
 		flags: []string{"--agentzip-template=load"}, ablation: "template"},
-	{name: "agentzip-nodeep", summary: "what was stored in a quick form is never compressed harder", judged: true, counted: true,
+	{name: "agentzip-nodeep", summary: "what was stored in a quick form is never compressed harder", judged: true, counted: true, pooled: true,
 		flags: []string{"--agentzip-deepen-after=10000h"}, ablation: "deepening"},
-	{name: "agentzip-eager", summary: "evicts as soon as a wait begins", judged: true, counted: true,
+	{name: "agentzip-eager", summary: "evicts as soon as a wait begins", judged: true, counted: true, pooled: true,
 		flags: []string{"--agentzip-idle=1ms"}, ablation: "idle time"},
 	{name: "agentzip-off", summary: "the runtime under test without its memory backend", judged: true,
 		flags: []string{"--agentzip=off"}, ablation: "everything"},

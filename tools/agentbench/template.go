@@ -78,7 +78,7 @@ func takeReference(ctx context.Context, rt *fleet.Runtime, id, bundle, image, pa
 	if err != nil {
 		return nil, fmt.Errorf("restoring the template under %s: %w", rt.Binary(), err)
 	}
-	if _, err := quiesce(ctx, []*fleet.Sandbox{sb}, 5*time.Second); err != nil {
+	if _, err := quiesce(ctx, []*fleet.Sandbox{sb}, nil, 5*time.Second); err != nil {
 		return nil, err
 	}
 	ref, err := sb.SnapshotGuest(path)

@@ -302,6 +302,15 @@ func (c *Comparison) compareSettings(a, b *Report, sa, sb *samples) (same bool) 
 			c.warn("run %c is incomplete: %s", 'A'+i, r.Error)
 		}
 	}
+	pool := make(map[string]bool)
+	for _, y := range a.Systems {
+		pool[y.Name] = y.Pool
+	}
+	for _, y := range b.Systems {
+		if had, ok := pool[y.Name]; ok && had != y.Pool {
+			c.warn("the sandboxes of system %s had a page pool in %s only", y.Name, map[bool]string{true: "A", false: "B"}[had])
+		}
+	}
 	differs("the machine", reflect.ValueOf(a.Machine), reflect.ValueOf(b.Machine))
 	same = !differs("the configuration", reflect.ValueOf(a.Config), reflect.ValueOf(b.Config))
 	for _, g := range sa.groups {

@@ -7,7 +7,10 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"time"
+
+	"runsc-agentzip/pkg/fleet"
 )
 
 // fake describes an invented run. Its figures have the shape of real ones and
@@ -22,6 +25,8 @@ type fake struct {
 	slow float64
 	// bigger multiplies the owned memory of all systems but stock.
 	bigger float64
+	// pool gives all systems of the runtime but agentzip-nopool a page pool.
+	pool bool
 }
 
 // fullFake is as large as a full run.
@@ -47,6 +52,7 @@ var fakeSystem = map[string]struct{ owned, host, step, restore, cpu float64 }{
 	"agentzip-noprefetch": {0.105, 0.2, 1.45, 0.35, 1.2},
 	"agentzip-notemplate": {0.31, 0.43, 1.08, 1.1, 1.4},
 	"agentzip-nodelta":    {0.16, 0.24, 1.04, 0.35, 1.15},
+	"agentzip-nopool":     {0.2, 0.25, 1.06, 0.35, 1.2},
 }
 
 func hashed(parts ...any) *rand.Rand {
@@ -89,6 +95,7 @@ func (f fake) raw() *Report {
 		if len(s) > len("agentzip-no") {
 			y.Ablation = s[len("agentzip-no"):]
 		}
+		y.Pool = f.pooled(s)
 		r.Systems = append(r.Systems, y)
 	}
 	order := 0
@@ -104,6 +111,10 @@ func (f fake) raw() *Report {
 	}
 	r.Seconds = 60 * float64(order)
 	return r
+}
+
+func (f fake) pooled(system string) bool {
+	return f.pool && strings.HasPrefix(system, "agentzip") && system != "agentzip-nopool"
 }
 
 func (f fake) episode(r *Report, k Key, wi float64, kinds []string, base map[string]float64, order int) {
@@ -142,6 +153,10 @@ func (f fake) episode(r *Report, k Key, wi float64, kinds []string, base map[str
 			now += wait
 			r.Memory = append(r.Memory, Memory{Key: k, Clone: c, Index: i, At: now, IdleSeconds: wait, CommittedBytes: uint64(working) + 250*mib,
 				OwnedBytes: uint64(owned), HostBytes: uint64(host), OwnedEstimated: k.System == "linux"})
+			if m := &r.Memory[len(r.Memory)-1]; f.pooled(k.System) {
+				m.PoolShareBytes = m.OwnedBytes / 3
+				m.Pool = &fleet.PoolMemory{Memfd: m.OwnedBytes / 3 * uint64(k.Clones), Process: fleet.ProcMemory{PSSAnon: 1 << 20}}
+			}
 			events = append(events, event{now - wait, host * 1.3}, event{now - wait + min(wait, 0.4), -host * 0.3})
 			perClone = host
 		}
@@ -173,6 +188,9 @@ func (f fake) episode(r *Report, k Key, wi float64, kinds []string, base map[str
 	}
 	e.CPUSeconds = 1.1*total*b.cpu/b.step*math.Exp(0.03*noise.NormFloat64()) + 2
 	e.SandboxCPUSeconds = 0.9 * (e.CPUSeconds - 2)
+	if f.pooled(k.System) {
+		e.PoolCPUSeconds = 0.1 * e.SandboxCPUSeconds
+	}
 	e.Waits = k.Clones*(f.steps+1) + 3
 	e.OwnCPUSeconds, e.IdleCPUSeconds = 1.5, 0.5
 	r.Episodes = append(r.Episodes, e)

@@ -218,6 +218,9 @@ func (d *drawing) ownedAgainstClones(workload string) *chart {
 		if s.OwnedEstimated {
 			text += " (estimated)"
 		}
+		if s.pooled() {
+			text += fmt.Sprintf(", of it %s MiB in the page pool", mib(s.PoolShareBytes))
+		}
 		if s.System != Stock && s.OwnedReduction != nil {
 			text += ", " + times(s.OwnedReduction.Value) + " less than stock"
 		}
@@ -251,7 +254,13 @@ func (d *drawing) ownedAgainstClones(workload string) *chart {
 			s := rows[system][0]
 			at := y.at(s.OwnedBytes / (1 << 20))
 			bx := start + slot*float64(i) + slot*0.12
-			c.Rects = append(c.Rects, rect{bx, at, slot * 0.76, bottom - at, d.class[system], tip(s)})
+			// The share of the pool is the lower part of the bar, if there is any.
+			base := y.at(min(s.PoolShareBytes, s.OwnedBytes) / (1 << 20))
+			c.Rects = append(c.Rects, rect{bx, at, slot * 0.76, base - at, d.class[system], tip(s)})
+			if base < bottom {
+				c.Note = "MiB per clone; pale: share of the page pool"
+				c.Rects = append(c.Rects, rect{bx, base, slot * 0.76, bottom - base, d.class[system] + " pool", tip(s)})
+			}
 			c.Labels = append(c.Labels, label{bx + slot*0.38, at - 4, mib(s.OwnedBytes), "middle", "value"})
 		}
 		return c
@@ -446,7 +455,11 @@ func (d *drawing) ablations(workload string, clones int) *chart {
 	if !relative {
 		stepTitle = "step time, sum"
 	}
-	c.Labels = append(c.Labels, label{before, 16, "owned, MiB", "start", "title"}, label{stepStart, 16, stepTitle, "start", "title"})
+	ownedTitle := "owned, MiB"
+	if anyPooled(rows) {
+		ownedTitle = "owned, MiB; pale: in the pool"
+	}
+	c.Labels = append(c.Labels, label{before, 16, ownedTitle, "start", "title"}, label{stepStart, 16, stepTitle, "start", "title"})
 	for i, s := range rows {
 		y := 30 + row*float64(i)
 		class := d.class[s.System]
@@ -455,8 +468,15 @@ func (d *drawing) ablations(workload string, clones int) *chart {
 			name = "name whole"
 		}
 		c.Labels = append(c.Labels, label{before - 10, y + 13, clip(s.System, 22), "end", name})
-		c.Rects = append(c.Rects, rect{before, y, max(ownedScale.at(s.OwnedBytes)-before, 1), 18, class,
-			fmt.Sprintf("%s: %s MiB owned per clone, %s less than stock", s.System, mib(s.OwnedBytes), ratioText(s.OwnedReduction, true))})
+		// What is in the page pool comes first.
+		ownedTip := fmt.Sprintf("%s: %s MiB owned per clone, %s less than stock", s.System, mib(s.OwnedBytes), ratioText(s.OwnedReduction, true))
+		ownedStart := before
+		if s.pooled() {
+			ownedTip += fmt.Sprintf(", of it %s MiB in the page pool", mib(s.PoolShareBytes))
+			ownedStart = ownedScale.at(min(s.PoolShareBytes, s.OwnedBytes))
+			c.Rects = append(c.Rects, rect{before, y, ownedStart - before, 18, class + " pool", ownedTip})
+		}
+		c.Rects = append(c.Rects, rect{ownedStart, y, max(ownedScale.at(s.OwnedBytes)-ownedStart, 1), 18, class, ownedTip})
 		c.Labels = append(c.Labels, label{ownedScale.at(s.OwnedBytes) + 5, y + 13, mib(s.OwnedBytes), "start", "value"})
 		text := seconds(step(s))
 		tip := fmt.Sprintf("%s: %s for all steps", s.System, text)

@@ -90,7 +90,8 @@ func (r *Report) html(w io.Writer) error {
 		"json":    func(v any) (string, error) { b, err := json.Marshal(v); return string(b), err },
 		"tail":    tailName,
 		"outputs": func(s Summary) string { return s.outputs() },
-		"class":   r.drawing().classOf, "kinds": kindNames, "chartWidth": func() float64 { return chartWidth },
+		"pooled":  anyPooled, "pool": poolText,
+		"class": r.drawing().classOf, "kinds": kindNames, "chartWidth": func() float64 { return chartWidth },
 	}).Parse(pageTemplate)
 	if err != nil {
 		return err

@@ -41,10 +41,11 @@ func printTable(w io.Writer, width int, columns []*column) (left []string) {
 	if total() > width {
 		gap = 1
 	}
-	for next := 1; total() > width; next++ {
+	most := slices.MaxFunc(columns, func(a, b *column) int { return a.spare - b.spare }).spare
+	for next := 1; total() > width && next <= most; next++ {
 		i := slices.IndexFunc(columns, func(c *column) bool { return c.spare == next })
 		if i < 0 {
-			break
+			continue
 		}
 		left = append(left, columns[i].head)
 		columns = slices.Delete(slices.Clone(columns), i, i+1)
@@ -122,6 +123,9 @@ func (r *Report) Print(out io.Writer, width int) error {
 		fmt.Fprintln(w)
 		legend := "owned and host: MiB per clone, mean over the waits; owned leaves the template out, host is all that a clone adds to the host (~: estimated). " +
 			"less: times less than stock. Step time (sum), p99 of the steps or the slowest of less than 100, restore (median) and CPU are stock's in seconds, the others' relative to them. ±: 95 % confidence."
+		if anyPooled(r.Summary) && !slices.Contains(left, "in pool") {
+			legend += " in pool: the part of owned that is the clone's share of the page pool."
+		}
 		if !slices.Contains(left, "used") {
 			legend += " used: what the host's available memory fell by, MiB per clone, mean over all the time, and times less than stock."
 		}
@@ -202,13 +206,14 @@ func summaryColumns(rows []Summary) []*column {
 	system := &column{head: "system", left: true}
 	owned := &column{head: "owned"}
 	ownedLess := &column{head: "less"}
+	pool := &column{head: "in pool", spare: 2}
 	host := &column{head: "host"}
 	hostLess := &column{head: "less"}
 	step := &column{head: "step time"}
 	used := &column{head: "used", spare: 1}
-	p99 := &column{head: tailName(rows), spare: 4}
-	restore := &column{head: "restore", spare: 3}
-	cpu := &column{head: "CPU", spare: 2}
+	p99 := &column{head: tailName(rows), spare: 5}
+	restore := &column{head: "restore", spare: 4}
+	cpu := &column{head: "CPU", spare: 3}
 	outputs := &column{head: "outputs", left: true}
 	// Reports of old know the host's only.
 	hostCPU := !slices.ContainsFunc(rows, func(s Summary) bool { return s.CPUSeconds > 0 })
@@ -223,6 +228,7 @@ func summaryColumns(rows []Summary) []*column {
 			estimated = "~"
 		}
 		add(owned, estimated+mib(s.OwnedBytes))
+		add(pool, poolText(s))
 		add(host, mib(s.HostBytes))
 		// relative writes a time of stock's, or of a system that has no stock
 		// to be compared with, as it is.
@@ -255,7 +261,24 @@ func summaryColumns(rows []Summary) []*column {
 		}
 		add(outputs, s.outputs())
 	}
-	return []*column{system, owned, ownedLess, host, hostLess, used, step, p99, restore, cpu, outputs}
+	columns := []*column{system, owned, ownedLess, pool, host, hostLess, used, step, p99, restore, cpu, outputs}
+	if !anyPooled(rows) {
+		columns = slices.DeleteFunc(columns, func(c *column) bool { return c == pool })
+	}
+	return columns
+}
+
+// anyPooled says whether any of the rows' systems had a page pool.
+func anyPooled(rows []Summary) bool { return slices.ContainsFunc(rows, Summary.pooled) }
+
+func (s Summary) pooled() bool { return s.PoolShareBytes > 0 || s.PoolOutsideBytes > 0 }
+
+// poolText is a clone's share of the page pool, or nothing without one.
+func poolText(s Summary) string {
+	if !s.pooled() {
+		return ""
+	}
+	return mib(s.PoolShareBytes)
 }
 
 // tailName is what the 99th percentile of the rows' step times is called: of

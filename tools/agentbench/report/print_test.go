@@ -39,6 +39,7 @@ func edgeCases() map[string]*Report {
 		"one":      oneSystem,
 		"oneclone": fake{workloads: []string{"swe"}, systems: []string{Stock, "agentzip"}, clones: []int{1}, steps: 3, repetitions: 1}.report(),
 		"nothing":  nothing,
+		"pool":     fake{workloads: []string{"swe"}, systems: []string{Stock, "agentzip", "agentzip-nopool"}, clones: []int{4}, steps: 5, repetitions: 1, pool: true}.report(),
 	}
 }
 

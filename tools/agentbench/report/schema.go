@@ -118,6 +118,8 @@ type System struct {
 	// Ablation names the part of the runtime that is switched off; "" for the
 	// systems that are whole.
 	Ablation string `json:"ablation,omitempty"`
+	// Pool says that the sandboxes of an episode shared a page pool.
+	Pool bool `json:"pool,omitempty"`
 }
 
 // Key names an episode.
@@ -143,6 +145,8 @@ type Episode struct {
 	// SandboxCPUSeconds is the processor time of the sandboxes' own processes and
 	// of what the system does for them elsewhere.
 	SandboxCPUSeconds float64 `json:"sandbox_cpu_seconds,omitempty"`
+	// PoolCPUSeconds is the part of SandboxCPUSeconds that the page pool took.
+	PoolCPUSeconds float64 `json:"pool_cpu_seconds,omitempty"`
 	// CPUSeconds is the processor time the host spent during the episode, on
 	// whatever; OwnCPUSeconds is the part used by agentbench and its
 	// measurements. IdleCPUSeconds is what the host would have spent anyway, by
@@ -199,13 +203,19 @@ type Memory struct {
 	CommittedBytes uint64 `json:"committed_bytes"`
 	OwnedBytes     uint64 `json:"owned_bytes"`
 	HostBytes      uint64 `json:"host_bytes"`
+	// PoolShareBytes is the part of OwnedBytes that is the clone's share of the
+	// page pool, as the runtime counts it.
+	PoolShareBytes uint64 `json:"pool_share_bytes,omitempty"`
 	// OwnedEstimated says that OwnedBytes is not counted but estimated.
 	OwnedEstimated bool `json:"owned_estimated,omitempty"`
 	// OwnedOutsideBytes is OwnedBytes as seen without asking the runtime.
-	OwnedOutsideBytes uint64           `json:"owned_outside_bytes,omitempty"`
-	Measured          fleet.Memory     `json:"measured"`
-	Diff              *fleet.GuestDiff `json:"diff,omitempty"`
-	Stats             *control.Stats   `json:"stats,omitempty"`
+	OwnedOutsideBytes uint64       `json:"owned_outside_bytes,omitempty"`
+	Measured          fleet.Memory `json:"measured"`
+	// Pool is what the page pool of all clones held at that moment. HostBytes and
+	// OwnedOutsideBytes have an equal part of it for each clone.
+	Pool  *fleet.PoolMemory `json:"pool,omitempty"`
+	Diff  *fleet.GuestDiff  `json:"diff,omitempty"`
+	Stats *control.Stats    `json:"stats,omitempty"`
 	// SwapBytes is what the clone has in the swap device before compression.
 	SwapBytes uint64 `json:"swap_bytes,omitempty"`
 }
@@ -262,6 +272,11 @@ type Summary struct {
 	OwnedEstimated bool `json:"owned_estimated,omitempty"`
 	// OwnedOutsideBytes is OwnedBytes as seen without asking the runtime.
 	OwnedOutsideBytes float64 `json:"owned_outside_bytes,omitempty"`
+	// PoolShareBytes is the part of OwnedBytes that is the clone's share of the
+	// page pool, PoolOutsideBytes an equal part of what the pool held, as seen
+	// without asking the runtime. Both are 0 without a pool.
+	PoolShareBytes   float64 `json:"pool_share_bytes,omitempty"`
+	PoolOutsideBytes float64 `json:"pool_outside_bytes,omitempty"`
 
 	// UsedBytesMean is what the Timeline shows per clone, mean over all the time of
 	// the episodes.
@@ -290,8 +305,10 @@ type Summary struct {
 	RestoreRatio   *Ratio  `json:"restore_ratio"`
 	// CPUSeconds is the mean over repetitions of the processor time that the
 	// sandboxes of an episode took, HostCPUSeconds of what the whole host took.
-	CPUSeconds     float64 `json:"cpu_seconds"`
-	CPURatio       *Ratio  `json:"cpu_ratio"`
+	CPUSeconds float64 `json:"cpu_seconds"`
+	CPURatio   *Ratio  `json:"cpu_ratio"`
+	// PoolCPUSeconds is the part of CPUSeconds that the page pool took.
+	PoolCPUSeconds float64 `json:"pool_cpu_seconds,omitempty"`
 	HostCPUSeconds float64 `json:"host_cpu_seconds"`
 	HostCPURatio   *Ratio  `json:"host_cpu_ratio"`
 

@@ -13,7 +13,9 @@ var definitions = map[string]string{
 	"owned_bytes":          "memory kept for one clone beyond the template it was restored from; mean over all waits of all clones that were measured, late in the wait (definition of waits). stock: committed guest pages whose content differs from the template's page at the same offset, compared from outside (a page that the template lacks counts unless it is all zeros). agentzip: owned_bytes of its stats: memory file, compressed store, bookkeeping and its share of the pool. linux: estimated from what stays in memory and what the compressed swap device takes",
 	"owned_estimated":      "owned_bytes is not counted page by page but estimated",
 	"owned_outside_bytes":  "owned_bytes estimated without asking the runtime",
-	"host_bytes":           "all memory that one clone adds to the host, in the same waits: guest memory, Sentry, gofer, stubs and page tables, its part of the swap device, and an equal part of what the host caches of a template that all clones share, which counts once",
+	"pool_share_bytes":     "the part of owned_bytes that is the clone's share of the page pool, by its stats: each page it uses divided by the number of its users, and an equal part of what the pool holds besides; mean over the same waits. 0 without a pool",
+	"pool_outside_bytes":   "what the page pool held as seen without asking the runtime, per clone: the allocated blocks of its memory files and its anonymous memory; mean over the same waits. A check of pool_share_bytes",
+	"host_bytes":           "all memory that one clone adds to the host, in the same waits: guest memory, Sentry, gofer, stubs and page tables, its part of the swap device, and an equal part of the page pool and of what the host caches of a template that all clones share, which counts once",
 	"peak_bytes":           "the most memory that all clones together added to the host at one time, by MemAvailable (timeline, used_bytes) as read every 0.4 s; mean over repetitions",
 	"owned_reduction":      "stock's mean owned_bytes over this system's, over the waits that were measured with both: the same wait of the same clone in the same repetition",
 	"host_reduction":       "the same for host_bytes",
@@ -28,7 +30,8 @@ var definitions = map[string]string{
 	"kinds":                "step_seconds and step_time_ratio of each kind of step",
 	"restore_seconds":      "time from the restore command to the first answer of the clone; clones are restored one after the other",
 	"restore_ratio":        "sum of restore_seconds over stock's",
-	"cpu_seconds":          "processor time of the sandboxes' processes (Sentry, gofer, stubs) from their restore to the end of the episode, of linux also what moving their memory to swap took; mean over repetitions. Guest processes that ended are in it only as far as the kernel credits them to parents that waited for them; the commands that restore, and KSM's thread, are in host_cpu_seconds only",
+	"cpu_seconds":          "processor time of the sandboxes' processes (Sentry, gofer, stubs) from their restore to the end of the episode, of linux also what moving their memory to swap took, with a page pool also that of the pool; mean over repetitions. Guest processes that ended are in it only as far as the kernel credits them to parents that waited for them; the commands that restore, and KSM's thread, are in host_cpu_seconds only",
+	"pool_cpu_seconds":     "the part of cpu_seconds that the page pool took",
 	"cpu_ratio":            "sum of cpu_seconds over stock's, same repetitions",
 	"host_cpu_seconds":     "processor time the whole host spent during an episode, other programs included, less what agentbench used itself and what the host spent in the second before; mean over repetitions. A check of cpu_seconds where nothing else ran",
 	"host_cpu_ratio":       "sum of host_cpu_seconds over stock's, same repetitions",
@@ -59,8 +62,11 @@ type stepID struct {
 // wait is what a clone cost in one wait.
 type wait struct {
 	owned, host, outside, idle float64
-	estimated                  bool
-	samples                    float64
+	// pool is the clone's share of the page pool, poolOutside an equal part of
+	// what the pool held.
+	pool, poolOutside float64
+	estimated         bool
+	samples           float64
 }
 
 // samples is a Report's raw samples by group.
@@ -113,9 +119,14 @@ func (r *Report) samples() *samples {
 		w := waits[id]
 		n := w.samples
 		mean := func(have float64, more float64) float64 { return (have*n + more) / (n + 1) }
+		poolOutside := 0.0
+		if m.Pool != nil {
+			poolOutside = float64(m.Pool.Own()) / float64(max(m.Clones, 1))
+		}
 		waits[id] = wait{
 			owned: mean(w.owned, float64(m.OwnedBytes)), host: mean(w.host, float64(m.HostBytes)),
 			outside: mean(w.outside, float64(m.OwnedOutsideBytes)), idle: mean(w.idle, m.IdleSeconds),
+			pool: mean(w.pool, float64(m.PoolShareBytes)), poolOutside: mean(w.poolOutside, poolOutside),
 			estimated: w.estimated || m.OwnedEstimated, samples: n + 1,
 		}
 	}
@@ -290,16 +301,18 @@ func (s *samples) summary(g group) Summary {
 	stock := group{g.workload, Stock, g.clones}
 	out := Summary{Workload: g.workload, System: g.system, Clones: g.clones, Repetitions: len(s.episodes[g]), Kinds: make(map[string]KindSummary)}
 
-	var owned, host, outside []float64
+	var owned, host, outside, pool, poolOutside []float64
 	for _, w := range inOrder(s.waits[g]) {
 		owned = append(owned, w.owned)
 		host = append(host, w.host)
+		pool, poolOutside = append(pool, w.pool), append(poolOutside, w.poolOutside)
 		if w.outside > 0 {
 			outside = append(outside, w.outside)
 		}
 		out.OwnedEstimated = out.OwnedEstimated || w.estimated
 	}
 	out.OwnedBytes, out.HostBytes, out.OwnedOutsideBytes = mean(owned), mean(host), mean(outside)
+	out.PoolShareBytes, out.PoolOutsideBytes = mean(pool), mean(poolOutside)
 
 	ownedOf, hostOf := func(w wait) float64 { return w.owned }, func(w wait) float64 { return w.host }
 	out.OwnedReduction = ratioOfSums(s.waitPairs(stock, g, ownedOf, 0))
@@ -341,6 +354,7 @@ func (s *samples) summary(g group) Summary {
 	slices.Sort(peaks)
 	out.PeakBytes = mean(peaks)
 	out.CPUSeconds = mean(inOrder(s.cpu(g)))
+	out.PoolCPUSeconds = mean(inOrder(s.perEpisode(g, func(e Episode) float64 { return e.PoolCPUSeconds })))
 	out.RestoreSeconds = distribution(inOrder(s.restores(g)))
 	out.RestoreRatio = ratioOfSums(s.restorePairs(g, stock))
 	out.CPURatio = ratioOfSums(s.cpuPairs(g, stock))

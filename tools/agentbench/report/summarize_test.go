@@ -301,3 +301,51 @@ func TestWriteError(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, left, 1, "temporary files")
 }
+
+func TestSummarizePool(t *testing.T) {
+	f := fake{workloads: []string{"swe"}, systems: []string{Stock, "agentzip", "agentzip-nopool"}, clones: []int{4}, steps: 3, repetitions: 1, pool: true}
+	r := f.report()
+	s := row(t, r, "swe", "agentzip", 4)
+	require.InDelta(t, s.OwnedBytes/3, s.PoolShareBytes, 1)
+	require.InDelta(t, s.OwnedBytes/3+(1<<20)/4, s.PoolOutsideBytes, 1, "an equal part of the memory files and of the process")
+	require.InDelta(t, s.CPUSeconds/10, s.PoolCPUSeconds, 1e-9)
+	require.True(t, s.pooled())
+	for _, system := range []string{Stock, "agentzip-nopool"} {
+		s := row(t, r, "swe", system, 4)
+		require.False(t, s.pooled())
+		b, err := json.Marshal(s)
+		require.NoError(t, err)
+		require.NotContains(t, string(b), "pool_")
+	}
+	for _, name := range []string{"pool_share_bytes", "pool_outside_bytes", "pool_cpu_seconds"} {
+		require.Contains(t, r.Definitions, name)
+	}
+	// The pool's part is drawn, and a pool in one of two runs is told.
+	var w strings.Builder
+	require.NoError(t, r.html(&w))
+	require.Contains(t, w.String(), `class="mark s2 pool"`)
+	require.Contains(t, w.String(), "of it in the pool")
+	f.pool = false
+	without := f.report()
+	w.Reset()
+	require.NoError(t, without.html(&w))
+	require.NotContains(t, w.String(), "in the pool")
+	require.Contains(t, strings.Join(Compare(without, r).Warnings, "\n"), "the sandboxes of system agentzip had a page pool in B only")
+	require.NotContains(t, strings.Join(Compare(r, r).Warnings, "\n"), "page pool")
+}
+
+// TestReadsKeptResults: results that were kept can be read, whatever was added
+// since.
+func TestReadsKeptResults(t *testing.T) {
+	files, err := filepath.Glob("../../../test/results/*.json.gz")
+	require.NoError(t, err)
+	if len(files) == 0 {
+		t.Skip("there are no kept results here")
+	}
+	for _, file := range files {
+		r, err := Read(file)
+		require.NoError(t, err)
+		require.NotEmpty(t, r.Summary, file)
+		require.NotEmpty(t, r.Memory, file)
+	}
+}
