@@ -158,6 +158,10 @@ type Backend struct {
 	// pool is the host's pool of pages. Once set it stays.
 	pool poolRef
 
+	// stalePool is set when a page of the pool that others are relative to was
+	// stale and not found anew: the next deepening makes them do without.
+	stalePool atomic.Bool
+
 	// history predicts what a resume wants. Steps end when an eviction begins.
 	history *prefetch.History
 

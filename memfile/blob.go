@@ -33,7 +33,8 @@ import (
 // # Pages of the pool
 //
 // A page that the pool has is stored as a blob without content, whose base says
-// where in the pool it is (codec.TagPool). The blob has a reference to that
+// where in the pool it is (codec.TagPool). Another may be encoded relative to a
+// page of the pool, if that has no base itself. The blob has a reference to the
 // location, which ends with the blob.
 const (
 	blobHeader = 16
@@ -78,7 +79,7 @@ const (
 	baseSame     baseKind = 0 // the template's page at the same place
 	baseTemplate baseKind = 1 // the template's page of the given number
 	baseRoot     baseKind = 2 // the page that the blob of the given handle is of
-	basePool     baseKind = 3 // no base: the page itself, at the given PoolLoc
+	basePool     baseKind = 3 // the page of the pool at the given PoolLoc; with codec.TagPool the page itself
 )
 
 // A baseRef names a base. The zero baseRef is the template's page at the same
@@ -91,8 +92,8 @@ type baseRef struct {
 // fits tells whether pages with the tag have a base of this kind.
 func (k baseKind) fits(tag codec.Tag) bool {
 	switch {
-	case tag == codec.TagPool || k == basePool:
-		return tag == codec.TagPool && k == basePool
+	case tag == codec.TagPool:
+		return k == basePool
 	case hasBase(tag):
 		return true
 	}
@@ -236,7 +237,7 @@ func (b *Backend) loadNext(r *restorer, dst *codec.Page, page uint64, w word) er
 			base = r.rootPage
 		} else {
 			base, r.root = &r.base, 0
-			if err := b.loadBase(&r.dec, base, page, s.base); err != nil {
+			if err := b.loadBase(r, base, page, s.base); err != nil {
 				return &errCorrupt{page, tag, err.Error()}
 			}
 			if root {
@@ -265,7 +266,7 @@ func (s *stored) decode(dec *codec.Decoder, dst, base *codec.Page) error {
 }
 
 // loadBase puts the base of a page into dst.
-func (b *Backend) loadBase(dec *codec.Decoder, dst *codec.Page, page uint64, base baseRef) error {
+func (b *Backend) loadBase(r *restorer, dst *codec.Page, page uint64, base baseRef) error {
 	switch base.kind {
 	case baseTemplate:
 		return b.readTemplatePage(dst, base.n)
@@ -275,10 +276,15 @@ func (b *Backend) loadBase(dec *codec.Decoder, dst *codec.Page, page uint64, bas
 			err = errors.New("it depends on another")
 		}
 		if err == nil {
-			err = s.decode(dec, dst, nil)
+			err = s.decode(&r.dec, dst, nil)
 		}
 		if err != nil {
 			return fmt.Errorf("the root it depends on, of the page at %#x (%v): %w", s.head.page()<<pageShift, s.head.tag(), err)
+		}
+		return nil
+	case basePool:
+		if err := b.loadPoolBase(&r.dec, dst, PoolLoc(base.n), r.record[:]); err != nil {
+			return fmt.Errorf("the pool's page at %#x that it depends on: %w", base.n, err)
 		}
 		return nil
 	}

@@ -60,8 +60,9 @@ type deepener struct {
 	ownMu sync.Mutex
 	own   dedup.Table
 
-	// cold leaves out what the last steps wanted. It is immutable.
-	cold bool
+	// cold leaves out what the last steps wanted. stalePool is set if pages of the
+	// pool that others depend on may be stale. Both are immutable.
+	cold, stalePool bool
 }
 
 // A deepWorker is what one worker of a deepening works with.
@@ -100,7 +101,7 @@ func (b *Backend) DeepenCold(stop func() bool) (replaced uint64, err error) {
 func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
-	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold}
+	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold, stalePool: b.stalePool.Swap(false)}
 	if err := b.passError(d.stop); err != nil {
 		return 0, err
 	}
@@ -192,7 +193,7 @@ func (d *deepWorker) group(first uint64) {
 				d.root, d.rootBlob, d.rootLoaded = p, handleOf(w), false
 				continue
 			}
-			if !hasBase(tagOf(w)) || b.stats.orphans.Load() == 0 {
+			if !hasBase(tagOf(w)) || b.stats.orphans.Load() == 0 && !d.stalePool {
 				continue
 			}
 		}
@@ -209,7 +210,9 @@ func (d *deepWorker) group(first uint64) {
 			b.unclaim(p, w|deep)
 			continue
 		}
-		orphan := s.base.kind == baseRoot && b.isOrphan(arena.Handle(s.base.n))
+		// Nor is a page of the pool kept for long whose segment goes away.
+		orphan := s.base.kind == baseRoot && b.isOrphan(arena.Handle(s.base.n)) ||
+			s.base.kind == basePool && b.pool.Load().Stale(PoolLoc(s.base.n))
 		if w&deep != 0 && !orphan {
 			b.unclaim(p, w)
 			continue
@@ -243,7 +246,7 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 	if old > poolMin {
 		// It may have been stored while there was no pool, or what the pool said
 		// of it may have been lost.
-		if neww := b.shareDeepened(e, page, p); neww != 0 {
+		if neww := b.shareDeepened(e, page, p, old); neww != 0 {
 			return neww
 		}
 	}

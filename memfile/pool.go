@@ -2,6 +2,7 @@ package memfile
 
 import (
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 	"runsc-agentzip/pkg/pool/wire"
 )
 
@@ -41,6 +42,10 @@ type Pool interface {
 	// Offer says that the sandbox has stored a page with the hash under key.
 	Offer(key *wire.Key, h *wire.Hash, page uint32)
 
+	// Resemble is Offer, and asks for pages that resemble the one whose sketch
+	// is s.
+	Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch)
+
 	// Work returns what the pool asks for. It returns less than there is if
 	// there is much.
 	Work() PoolWork
@@ -68,11 +73,14 @@ type PoolWork struct {
 	// Published are pages that the pool has now. Whoever got the PoolWork has
 	// a reference to each location.
 	Published []PoolPlace
+	// Similar are pages that the pool has and that resemble one of this
+	// sandbox. They may serve as bases. References as for Published.
+	Similar []PoolPlace
 	// Stale is set if there may be pages that are Stale.
 	Stale bool
 }
 
-// A PoolPlace says where the pool has what a page contained.
+// A PoolPlace says where the pool has what a page contained, or something similar.
 type PoolPlace struct {
 	Hash wire.Hash
 	Page uint32

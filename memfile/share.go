@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 	"runsc-agentzip/pkg/pool/wire"
 )
 
@@ -14,6 +16,11 @@ import (
 // client's, the pool 32 bytes of header and its part of the index, and looking it
 // up 3 us.
 const poolMin = 128
+
+// similarMin is the length from which on it is worth knowing what a page of a
+// sibling has in common with it: finding that out takes the pool 40 to 90 bytes
+// for the sketch, and a page of the pool as a base.
+const similarMin = 384
 
 // A poolRef is the pool, if there is one.
 type poolRef struct{ p atomic.Pointer[Pool] }
@@ -46,7 +53,18 @@ type pooled struct {
 	base   codec.Page
 	page   codec.Page
 	record [wire.MaxRecord]byte
+	sketch dedup.Sketch
 	count  codec.Count
+}
+
+// offer offers a page that is stored in size bytes.
+func (s *pooled) offer(h *wire.Hash, content *codec.Page, page uint64, size int) {
+	if size <= similarMin {
+		s.pool.Offer(s.key, h, uint32(page))
+		return
+	}
+	s.sketch.Make(content)
+	s.pool.Resemble(s.key, h, uint32(page), &s.sketch)
 }
 
 // prepare returns whether there is a pool to ask.
@@ -97,8 +115,8 @@ func (b *Backend) shareEvicted(e *encoder, in *codec.Input, page uint64) (*wire.
 }
 
 // shareDeepened is for a deepening: it returns the word for a page that the pool
-// has, or else offers it and returns 0.
-func (b *Backend) shareDeepened(e *encoder, content *codec.Page, page uint64) word {
+// has, or else offers it and returns 0. The page is stored in size bytes.
+func (b *Backend) shareDeepened(e *encoder, content *codec.Page, page uint64, size int) word {
 	s := &e.pooled
 	p := b.pool.Load()
 	if p == nil || page >= 1<<32 || !s.prepare(p) {
@@ -113,7 +131,7 @@ func (b *Backend) shareDeepened(e *encoder, content *codec.Page, page uint64) wo
 			return w
 		}
 	} else {
-		p.Offer(s.key, &s.hash, uint32(page))
+		s.offer(&s.hash, content, page, size)
 	}
 	s.count.Rejects++
 	return 0
@@ -188,7 +206,8 @@ func (b *Backend) Share(stop func() bool) (n uint64, err error) {
 	s := &e.pooled
 	for {
 		work := p.Work()
-		if len(work.Want)+len(work.Published) == 0 && !work.Stale {
+		some := len(work.Want)+len(work.Published)+len(work.Similar) != 0
+		if !some && !work.Stale {
 			return n, nil
 		}
 		for _, w := range work.Published {
@@ -198,6 +217,12 @@ func (b *Backend) Share(stop func() bool) (n uint64, err error) {
 				continue
 			}
 			n++
+		}
+		for _, w := range work.Similar {
+			if b.passError(stop) == nil && s.prepare(p) && b.storeSimilar(e, r, w) {
+				n++
+			}
+			p.Unref(w.Loc)
 		}
 		for i, w := range work.Want {
 			if err := b.passError(stop); err != nil {
@@ -216,7 +241,7 @@ func (b *Backend) Share(stop func() bool) (n uint64, err error) {
 			if err != nil {
 				return n, err
 			}
-			if len(work.Want)+len(work.Published) == 0 {
+			if !some {
 				return n, nil // what is still stale has been offered
 			}
 		}
@@ -288,6 +313,55 @@ func (b *Backend) shareStored(s *pooled, r *restorer, at PoolPlace) bool {
 	return neww != 0
 }
 
+// storeSimilar stores a page relative to a page of the pool that resembles it, if
+// that is much shorter. The caller keeps its reference.
+func (b *Backend) storeSimilar(e *encoder, r *restorer, at PoolPlace) bool {
+	s := &e.pooled
+	page := uint64(at.Page)
+	w, content, ok := b.claimStored(r, page)
+	if !ok {
+		return false
+	}
+	old, err := b.parse(handleOf(w))
+	neww := word(0)
+	if err == nil && tagOf(w) != codec.TagPool && old.base.kind != basePool && b.loadPoolBase(&s.dec, &s.page, at.Loc, s.record[:]) == nil {
+		// As for bases of this sandbox's own.
+		limit := (len(old.enc)+old.base.size())*15/16 - blobBase
+		start := time.Now()
+		tag, n := e.enc.EncodeAgainst(e.alt, content, &s.page, limit)
+		b.stats.stages[stagePool].tried(n, time.Since(start))
+		if tag != codec.TagInvalid {
+			if h, err := b.put(codec.Sum(content), page, tag, baseRef{basePool, uint64(at.Loc)}, e.alt[:n]); err == nil {
+				s.pool.Ref(at.Loc)
+				b.stats.stages[stagePool].won(n)
+				neww = evictedWord(tag, h) | deep
+			}
+		}
+	}
+	b.replace(page, w, neww)
+	return neww != 0
+}
+
+// loadPoolBase decodes a page of the pool that others are relative to: it has no
+// base itself.
+func (b *Backend) loadPoolBase(dec *codec.Decoder, dst *codec.Page, l PoolLoc, buf []byte) error {
+	p := b.pool.Load()
+	if p == nil {
+		return errors.New("there is no pool")
+	}
+	rec, err := p.Read(l, buf)
+	if err == nil && rec.HasBase {
+		err = errors.New("it depends on another")
+	}
+	if err == nil {
+		err = dec.Decode(dst, rec.Tag, rec.Enc, nil)
+	}
+	if err == nil && codec.Sum(dst) != rec.Sum {
+		err = errors.New("checksum mismatch")
+	}
+	return err
+}
+
 // replace ends a claim with another word for the page, unless that is 0.
 func (b *Backend) replace(page uint64, w, neww word) {
 	if neww == 0 {
@@ -299,15 +373,16 @@ func (b *Backend) replace(page uint64, w, neww word) {
 	b.forget(w)
 }
 
-// staleBlob tells whether the blob of a busy page of the pool should be looked
-// for anew.
+// staleBlob tells whether the blob of a busy page refers to a page of the pool that
+// should be looked for anew.
 func (b *Backend) staleBlob(w word) bool {
 	s, err := b.parse(handleOf(w))
 	return err == nil && s.base.kind == basePool && b.pool.Load().Stale(PoolLoc(s.base.n))
 }
 
-// shareStale looks for the pages anew whose place in the pool goes away, and
-// offers those that the pool does not have any more. They stay as they are.
+// shareStale looks for pages of the pool anew whose place goes away. What the pool
+// does not have any more is offered, if it is a page of this sandbox, and else left
+// to the next deepening to do without. Until then all stays as it is.
 func (b *Backend) shareStale(s *pooled, r *restorer, stop func() bool) (n uint64, err error) {
 	b.table.visit(func(first, end uint64) bool {
 		if err = b.passError(stop); err != nil {
@@ -315,33 +390,79 @@ func (b *Backend) shareStale(s *pooled, r *restorer, stop func() bool) (n uint64
 		}
 		for p := first; p < end; p++ {
 			w := atomic.LoadUint64(b.table.at(p))
-			if w&stateMask != evicted || tagOf(w) != codec.TagPool {
+			if w&stateMask != evicted || tagOf(w) != codec.TagPool && !hasBase(tagOf(w)) {
 				continue
 			}
-			w, content, ok := b.claimStored(r, p)
+			w, ok := b.claim(p)
 			if !ok {
 				continue
 			}
-			if tagOf(w) != codec.TagPool || !b.staleBlob(w) {
+			if handleOf(w) == 0 || !b.staleBlob(w) {
 				b.unclaim(p, w)
 				continue
 			}
-			neww := word(0)
-			s.hash = s.hasher.Sum(content)
-			s.count.Tries++
-			if l, rec, ok := s.pool.Find(s.key, &s.hash, s.record[:]); ok {
-				neww = b.shareAt(s, content, p, l, &rec)
+			moved := false
+			if hasBase(tagOf(w)) {
+				if moved = b.moveBase(s, w); !moved {
+					b.stalePool.Store(true)
+				}
+				b.unclaim(p, w)
 			} else {
-				s.pool.Offer(s.key, &s.hash, uint32(p))
+				moved = b.findAnew(s, r, p, w)
 			}
-			if neww == 0 {
-				s.count.Rejects++
-			} else {
+			if moved {
 				n++
 			}
-			b.replace(p, w, neww)
 		}
 		return true
 	})
 	return n, err
+}
+
+// findAnew looks for a busy page of the pool by its hash, and ends the claim.
+func (b *Backend) findAnew(s *pooled, r *restorer, page uint64, w word) bool {
+	content := (*codec.Page)(r.buf[:])
+	if b.load(r, content, page, w) != nil {
+		// What cannot be read ends the sandbox when it is needed.
+		b.unclaim(page, w)
+		return false
+	}
+	neww := word(0)
+	s.hash = s.hasher.Sum(content)
+	s.count.Tries++
+	if l, rec, ok := s.pool.Find(s.key, &s.hash, s.record[:]); ok {
+		neww = b.shareAt(s, content, page, l, &rec)
+	} else {
+		s.pool.Offer(s.key, &s.hash, uint32(page))
+	}
+	if neww == 0 {
+		s.count.Rejects++
+	}
+	b.replace(page, w, neww)
+	return neww != 0
+}
+
+// moveBase makes the blob of a busy page refer to the place that its base has now.
+func (b *Backend) moveBase(s *pooled, w word) bool {
+	blob, err := b.parse(handleOf(w))
+	if err != nil || b.loadPoolBase(&s.dec, &s.base, PoolLoc(blob.base.n), s.record[:]) != nil {
+		return false
+	}
+	s.hash = s.hasher.Sum(&s.base)
+	l, rec, ok := s.pool.Find(s.key, &s.hash, s.record[:])
+	if !ok {
+		return false
+	}
+	if rec.HasBase || s.dec.Decode(&s.page, rec.Tag, rec.Enc, nil) != nil || s.page != s.base {
+		s.pool.Unref(l)
+		return false
+	}
+	all, err := b.store.Bytes(handleOf(w))
+	if err != nil {
+		s.pool.Unref(l)
+		return false
+	}
+	putBase(all, uint64(l))
+	s.pool.Unref(PoolLoc(blob.base.n))
+	return true
 }

@@ -12,6 +12,7 @@ import (
 	"pgregory.net/rapid"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 	"runsc-agentzip/pkg/pool/wire"
 )
 
@@ -71,7 +72,7 @@ func (p *fakePool) disconnect() {
 
 func (p *fakePool) disconnectLocked() {
 	p.key = nil
-	for _, w := range p.work.Published {
+	for _, w := range append(p.work.Published, p.work.Similar...) {
 		p.records[w.Loc].refs--
 	}
 	p.work = PoolWork{}
@@ -175,6 +176,23 @@ func (p *fakePool) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 	p.work.Want = append(p.work.Want, wire.Page{Hash: *h, Cookie: page})
 }
 
+func (p *fakePool) Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch) {
+	p.Offer(key, h, page)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key != p.key || s.N == 0 || s.N > dedup.Features {
+		return
+	}
+	// Any page, mostly one that is no help.
+	for l, r := range p.records {
+		if p.rnd.IntN(4) == 0 {
+			r.refs++
+			p.work.Similar = append(p.work.Similar, PoolPlace{Hash: r.hash, Page: page, Loc: l})
+			return
+		}
+	}
+}
+
 // publishedLocked tells where a page is, sometimes wrongly.
 func (p *fakePool) publishedLocked(h wire.Hash, page uint32, l PoolLoc) {
 	if p.rnd.IntN(8) == 0 {
@@ -243,7 +261,7 @@ func (p *fakePool) verify(tb tester, b *Backend) {
 	b.table.visit(func(first, end uint64) bool {
 		for q := first; q < end; q++ {
 			w := atomic.LoadUint64(b.table.at(q))
-			if w&stateMask != evicted || tagOf(w) != codec.TagPool {
+			if w&stateMask != evicted || handleOf(w) == 0 {
 				continue
 			}
 			s, err := b.parse(handleOf(w))
@@ -251,13 +269,15 @@ func (p *fakePool) verify(tb tester, b *Backend) {
 				tb.Errorf("page %#x: %v", q<<pageShift, err)
 				continue
 			}
-			refs[PoolLoc(s.base.n)]++
+			if s.base.kind == basePool {
+				refs[PoolLoc(s.base.n)]++
+			}
 		}
 		return true
 	})
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, w := range p.work.Published {
+	for _, w := range append(p.work.Published, p.work.Similar...) {
 		refs[w.Loc]++
 	}
 	for l, r := range p.records {
@@ -394,4 +414,72 @@ func (p *fakePool) actions(b *Backend) map[string]func(*rapid.T) {
 		"pool is full":     func(t *rapid.T) { p.mu.Lock(); p.full = true; p.mu.Unlock() },
 		"pool is not full": func(t *rapid.T) { p.mu.Lock(); p.full = false; p.mu.Unlock() },
 	}
+}
+
+// TestSimilar has pages that resemble those of the pool.
+func TestSimilar(t *testing.T) {
+	f, p := shared(t, 32, DefaultOptions())
+	f.gateAll(t)
+	f.r.pages(func(q uint64) {
+		n := uint32(1000)
+		for v := (version{q, n}); n%3 == 0 || v.hash()>>32%uint64(len(bases)) != kindText; v = (version{q, n}) {
+			n++
+		}
+		f.set(q, version{q, n})
+	})
+	p.full = true // no twins
+	similar := func() (n int) {
+		f.r.pages(func(q uint64) {
+			if w, s := f.storedOf(t, q); s.base.kind == basePool {
+				require.True(t, hasBase(tagOf(w)))
+				n++
+			}
+		})
+		return n
+	}
+	f.evict(t)
+	for range 50 {
+		_, err := f.b.Share(nil)
+		require.NoError(t, err)
+		p.verify(t, f.b)
+		f.r.pages(func(q uint64) {
+			w := atomic.LoadUint64(f.b.table.at(q))
+			if _, s := f.storedOf(t, q); s.base.kind != basePool {
+				b := new(codec.Page)
+				require.NoError(t, f.b.load(new(restorer), b, q, w))
+				var sk dedup.Sketch
+				sk.Make(b)
+				h := wire.NewHasher(p.key).Sum(b)
+				p.Resemble(p.key, &h, uint32(q), &sk)
+			}
+		})
+	}
+	require.Equal(t, 32, similar())
+	require.NotZero(t, f.b.Stats().Stages["search-pool"].Wins)
+	f.verifyBackend(t)
+
+	// They stay as they are, and follow their bases.
+	n, err := f.b.Deepen(nil)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	for range 10 {
+		p.retire()
+		_, err := f.b.Share(nil)
+		require.NoError(t, err)
+		p.verify(t, f.b)
+		f.verifyBackend(t)
+	}
+
+	// Without their bases they do without.
+	p.connect()
+	_, err = f.b.Share(nil)
+	require.NoError(t, err)
+	require.Equal(t, 32, similar())
+	_, err = f.b.Deepen(nil)
+	require.NoError(t, err)
+	require.Zero(t, similar())
+	p.verify(t, f.b)
+	f.verifyBackend(t)
+	f.gateAll(t)
+	p.verify(t, f.b)
 }

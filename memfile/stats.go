@@ -58,10 +58,11 @@ const (
 	stageTemplate stage = iota
 	stageOwn
 	stageNeighbour
+	stagePool
 	numStages
 )
 
-var stageNames = [numStages]string{"search-template", "search-own", "search-neighbour"}
+var stageNames = [numStages]string{"search-template", "search-own", "search-neighbour", "search-pool"}
 
 // A stageCount counts what came of a stage.
 type stageCount struct {

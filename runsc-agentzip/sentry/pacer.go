@@ -42,10 +42,10 @@ type pacer struct {
 	mu sync.Mutex
 	// key is that of what follows.
 	key *wire.Key
-	// want are pages that the pool has asked for, published those that it has
-	// told of, each with a reference.
-	want      []wire.Page
-	published []memfile.PoolPlace
+	// want are pages that the pool has asked for, published and similar those
+	// that it has told of, each with a reference.
+	want               []wire.Page
+	published, similar []memfile.PoolPlace
 	// full is set when the socket did not take a page, until begin.
 	full bool
 	// stale is set if there may be stale pages. They are looked for next at
@@ -83,27 +83,36 @@ func (p *pacer) collect() {
 	for {
 		w := p.Client.Work()
 		if w.Key != p.key {
-			for _, at := range p.published {
+			for _, at := range append(p.published, p.similar...) {
 				p.Unref(at.Loc)
 			}
-			p.key, p.want, p.published = w.Key, nil, nil
+			p.key, p.want, p.published, p.similar = w.Key, nil, nil, nil
 			p.stale = false
 		}
 		if w.Stale != p.stale {
 			p.stale, p.staleAt, p.stalePause = w.Stale, time.Now(), stalePause
 		}
 		p.keep(w.Want...)
-		for _, at := range w.Published {
-			if w.Key == nil || len(p.published) >= maxBacklog {
-				p.Unref(at.Loc) // the next eviction of the page finds it
-				continue
-			}
-			p.published = append(p.published, at)
-		}
-		if len(w.Want)+len(w.Published) == 0 {
+		p.published = p.keepPlaces(p.published, w.Published)
+		p.similar = p.keepPlaces(p.similar, w.Similar)
+		if len(w.Want)+len(w.Published)+len(w.Similar) == 0 {
 			return
 		}
 	}
+}
+
+// keepPlaces appends places that the pool has told of to a queue of them.
+//
+// Preconditions: p.mu is held.
+func (p *pacer) keepPlaces(queue, places []memfile.PoolPlace) []memfile.PoolPlace {
+	for _, at := range places {
+		if p.key == nil || len(queue) >= maxBacklog {
+			p.Unref(at.Loc) // the next eviction of the page, or deepening, asks again
+			continue
+		}
+		queue = append(queue, at)
+	}
+	return queue
 }
 
 // keep keeps pages that the pool has asked for.
@@ -128,7 +137,7 @@ func (p *pacer) backlog() <-chan time.Time {
 	switch {
 	case p.key != p.Client.Key():
 		return nil
-	case len(p.want)+len(p.published) != 0:
+	case len(p.want)+len(p.published)+len(p.similar) != 0:
 		return time.After(publishPause)
 	case p.stale:
 		return time.After(time.Until(p.staleAt))
@@ -143,11 +152,12 @@ func (p *pacer) Work() memfile.PoolWork {
 	p.collect()
 	w := memfile.PoolWork{Key: p.key}
 	p.published, w.Published = split(p.published)
+	p.similar, w.Similar = split(p.similar)
 	if !p.full {
 		p.want, w.Want = split(p.want)
 	}
 	// After all else: it may have replaced some of them.
-	if now := time.Now(); p.stale && len(p.want)+len(p.published)+len(w.Want)+len(w.Published) == 0 && !now.Before(p.staleAt) {
+	if now := time.Now(); p.stale && len(p.want)+len(p.published)+len(p.similar)+len(w.Want)+len(w.Published)+len(w.Similar) == 0 && !now.Before(p.staleAt) {
 		w.Stale = true
 		p.staleAt = now.Add(p.stalePause)
 		p.stalePause = min(2*p.stalePause, maxStalePause)
@@ -183,5 +193,5 @@ func (p *pacer) Sharing() (wire.Sharing, uint64) {
 	s, own := p.Client.Sharing()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return s, own + uint64(cap(p.want))*uint64(unsafe.Sizeof(wire.Page{})) + uint64(cap(p.published))*uint64(unsafe.Sizeof(memfile.PoolPlace{}))
+	return s, own + uint64(cap(p.want))*uint64(unsafe.Sizeof(wire.Page{})) + uint64(cap(p.published)+cap(p.similar))*uint64(unsafe.Sizeof(memfile.PoolPlace{}))
 }

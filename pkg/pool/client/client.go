@@ -48,6 +48,7 @@ type Client struct {
 	refs, unrefs []place
 	spareDirty   []memfile.PoolLoc
 	spareOffers  []wire.Page
+	spareSketch  []wire.Sketched
 
 	mu sync.Mutex
 	// All that follows is protected by mu.
@@ -83,12 +84,14 @@ type Client struct {
 	// dirty are places whose count has become zero or no longer is: all those
 	// that are marked as queued, and maybe others.
 	dirty []memfile.PoolLoc
-	// offers wait for being sent.
-	offers []wire.Page
-	// want and published wait for Work. Each item of published has a reference.
-	want      []wire.Page
-	published []memfile.PoolPlace
-	share     wire.Sharing
+	// offers and sketched wait for being sent.
+	offers   []wire.Page
+	sketched []wire.Sketched
+	// want, published and similar wait for Work. Each item of the latter two has a
+	// reference.
+	want               []wire.Page
+	published, similar []memfile.PoolPlace
+	share              wire.Sharing
 	// spare is how many bytes of scratch there were after the last Flush.
 	spare int
 
@@ -298,14 +301,14 @@ func (c *Client) lose(cn *conn, reason string) bool {
 	c.dead = append(c.dead, cn)
 	c.key.Store(nil)
 	c.state.Reason = reason
-	c.state.Dropped += uint64(len(c.offers))
-	c.offers, c.want, c.dirty = nil, nil, nil
+	c.state.Dropped += uint64(len(c.offers) + len(c.sketched))
+	c.offers, c.sketched, c.want, c.dirty = nil, nil, nil, nil
 	c.incoming, c.incomingTotal = nil, 0
 	c.outgoing, c.outgoingTotal = nil, 0
 	c.grantTurn()
 	c.dropIndex()
-	published := c.published
-	c.published = nil
+	published := append(c.published, c.similar...)
+	c.published, c.similar = nil, nil
 	for _, s := range c.segments {
 		if s != nil && !s.gone {
 			c.forget(s)

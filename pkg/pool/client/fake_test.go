@@ -221,6 +221,9 @@ func (p *fakePool) received() []string {
 				s += fmt.Sprintf(" %d:%d", m.Loc(i).Segment(), m.Loc(i).Offset())
 			case wire.Offer:
 				s += fmt.Sprintf(" %d", m.Page(i).Cookie)
+			case wire.Resemble:
+				o := m.Sketched(i)
+				s += fmt.Sprintf(" %d/%d", o.Cookie, o.Sketch.N)
 			case wire.Publish:
 				c := m.Content(i)
 				s += fmt.Sprintf(" %d %d %d", c.Cookie, c.Template, c.Data[0])

@@ -8,10 +8,10 @@ import (
 )
 
 const (
-	// maxQueue is how many pages may wait for Work, of either kind.
+	// maxQueue is how many pages may wait for Work, of each kind.
 	maxQueue = 4096
-	// maxWork is how many pages Work returns. Half of them are kept for either
-	// kind if there is as much of it.
+	// maxWork is how many pages Work returns. Half of them are kept for those that
+	// are wanted, and half of the rest for similar ones, if there are as many.
 	maxWork = 1024
 	// maxRefusal is how much of a refusal is shown, in bytes.
 	maxRefusal = 256
@@ -83,11 +83,15 @@ func (c *Client) handle(cn *conn, m *wire.Message, fd int) (int, error) {
 		}
 		c.signal()
 
-	case wire.Published:
-		for i := 0; i < m.N && len(c.published) < maxQueue; i++ {
+	case wire.Published, wire.Similar:
+		q := &c.published
+		if m.Type == wire.Similar {
+			q = &c.similar
+		}
+		for i := 0; i < m.N && len(*q) < maxQueue; i++ {
 			pl := m.Place(i)
 			if p, ok := c.lookup(pl.Loc); ok {
-				c.published = append(c.published, memfile.PoolPlace{Hash: pl.Hash, Page: pl.Cookie, Loc: c.take(p)})
+				*q = append(*q, memfile.PoolPlace{Hash: pl.Hash, Page: pl.Cookie, Loc: c.take(p)})
 			}
 		}
 		c.signal()
@@ -154,10 +158,13 @@ func (c *Client) Work() memfile.PoolWork {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	w := memfile.PoolWork{Key: c.key.Load(), Stale: c.live && c.stale > 0}
-	n := min(len(c.published), maxWork-min(len(c.want), maxWork/2))
+	places := maxWork - min(len(c.want), maxWork/2)
+	n := min(len(c.published), places-min(len(c.similar), places/2))
 	w.Published, c.published = split(c.published, n)
-	w.Want, c.want = split(c.want, min(len(c.want), maxWork-n))
-	if len(c.published)+len(c.want) > 0 {
+	k := min(len(c.similar), places-n)
+	w.Similar, c.similar = split(c.similar, k)
+	w.Want, c.want = split(c.want, min(len(c.want), maxWork-n-k))
+	if len(c.published)+len(c.similar)+len(c.want) > 0 {
 		c.signal()
 	}
 	return w

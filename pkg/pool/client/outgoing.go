@@ -8,6 +8,7 @@ import (
 
 	"runsc-agentzip/memfile"
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 	"runsc-agentzip/pkg/pool/wire"
 )
 
@@ -71,6 +72,57 @@ func (c *Client) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 		c.sendOffers()
 		c.sendMu.Unlock()
 	}
+}
+
+// Resemble implements memfile.Pool, and is sent and dropped like Offer.
+func (c *Client) Resemble(key *wire.Key, h *wire.Hash, page uint32, sk *dedup.Sketch) {
+	c.mu.Lock()
+	if key == nil || c.liveConn(key) == nil || len(c.sketched) >= 2*batchOffers {
+		c.state.Dropped++
+		c.mu.Unlock()
+		return
+	}
+	c.sketched = append(c.sketched, wire.Sketched{Page: wire.Page{Hash: *h, Cookie: page}, Sketch: *sk})
+	full := len(c.sketched) == batchOffers
+	c.mu.Unlock()
+	if full {
+		c.sendMu.Lock()
+		c.sendSketched()
+		c.sendMu.Unlock()
+	}
+}
+
+// sendSketched is sendOffers for those with a sketch.
+//
+// Preconditions: c.sendMu is held, c.mu is not.
+func (c *Client) sendSketched() {
+	c.mu.Lock()
+	cn, offers := c.liveConn(nil), c.sketched
+	if len(offers) == 0 {
+		c.mu.Unlock()
+		return
+	}
+	c.sketched, c.spareSketch = c.spareSketch[:0], nil
+	c.mu.Unlock()
+
+	sent := true
+	for rest := offers; len(rest) > 0; {
+		c.w.Begin(wire.Resemble, 0)
+		n := min(len(rest), c.w.Room())
+		for i := range rest[:n] {
+			c.w.Sketched(&rest[i])
+		}
+		sent = sent && c.transmit(cn)
+		c.mu.Lock()
+		if sent {
+			c.state.Offered += uint64(n)
+		} else {
+			c.state.Dropped += uint64(n)
+		}
+		c.mu.Unlock()
+		rest = rest[n:]
+	}
+	c.spareSketch = offers
 }
 
 // sendOffers sends the offers that wait.
@@ -201,9 +253,11 @@ func (c *Client) Flush() {
 	defer c.sendMu.Unlock()
 	c.sendRefs()
 	c.sendOffers()
+	c.sendSketched()
 	c.sendOutgoing()
 
 	spare := cap(c.spareDirty)*int(unsafe.Sizeof(memfile.PoolLoc(0))) + cap(c.spareOffers)*int(unsafe.Sizeof(wire.Page{})) +
+		cap(c.spareSketch)*int(unsafe.Sizeof(wire.Sketched{})) +
 		(cap(c.refs)+cap(c.unrefs))*int(unsafe.Sizeof(place{})) + c.wBytes
 	c.mu.Lock()
 	c.spare = spare
@@ -304,7 +358,8 @@ func (c *Client) Sharing() (wire.Sharing, uint64) {
 		c.open*int(unsafe.Sizeof(segment{})) + cap(c.segments)*8 + cap(c.free)*4 + len(c.byNumber)*24 +
 		cap(c.dirty)*int(unsafe.Sizeof(memfile.PoolLoc(0))) +
 		(cap(c.offers)+cap(c.want))*int(unsafe.Sizeof(wire.Page{})) +
-		cap(c.published)*int(unsafe.Sizeof(memfile.PoolPlace{})) +
+		cap(c.sketched)*int(unsafe.Sizeof(wire.Sketched{})) +
+		(cap(c.published)+cap(c.similar))*int(unsafe.Sizeof(memfile.PoolPlace{})) +
 		cap(c.patterns) + cap(c.incoming) + cap(c.outgoing)
 	if c.running {
 		own += wire.MaxMessage

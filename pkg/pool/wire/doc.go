@@ -4,13 +4,22 @@
 //
 // # The pool
 //
-// One pool serves a host. It keeps, once, the pages that at least two sandboxes
-// of one dedup domain own; a domain is a tenant's key together with a template's
-// digest, and nothing is shared between two domains. Sandboxes name their pages
-// by keyed hashes. The pool asks for a page's content when a second sandbox
-// names the same hash, hashes it itself, stores it in its smallest form in a
-// segment and tells the sandboxes that named it. These compare the content with
-// their own page before they give that up.
+// One pool serves a host. It keeps, once, pages that at least two sandboxes of one
+// dedup domain own or nearly own; a domain is a tenant's key together with a
+// template's digest, and nothing is shared between two domains. Sandboxes name
+// their pages by keyed hashes, and those that stay long when compressed by their
+// sketches, too (package dedup). The pool asks for a page's content when a second
+// sandbox names the same hash or a sketch that has features in common, hashes it
+// itself, stores it in a segment and tells the sandboxes that named it. These
+// compare the content with their own page before they give that up, or store
+// their own page relative to it.
+//
+// What siblings compute is rarely equal byte for byte: of the pages that four
+// clones own after the same kind of steps, 0 to 15 % have a twin in a sibling, but
+// 23 to 43 % more resemble one so much that four fifths of their compressed bytes
+// can be spared (language servers in the template: 1.5 % and 42.5 %, 0.31 and 7.3
+// of 12.9 MB a clone; started after the restore: 14.6 % and 23.3 %, 11.4 and 17.0
+// of 68.3 MB; pandas: 0 and 24 %, 0 and 5.2 of 26.7 MB).
 //
 // # Who trusts whom
 //
@@ -34,10 +43,14 @@
 //	pool     -> sandbox Welcome: key of the hashes; then Index, Segment for each
 //	                   segment there is, and Patterns if the domain has any
 //	sandbox  -> pool   Offer: hashes of pages stored, each with a cookie
-//	pool     -> sandbox Want: hashes that another sandbox has offered too
+//	sandbox  -> pool   Resemble: the same, with sketches
+//	pool     -> sandbox Want: hashes of pages that another sandbox has offered,
+//	                   too, or that resemble one that another has offered
 //	sandbox  -> pool   Publish: content of wanted pages
 //	pool     -> sandbox Segment, for new ones; Published: where an offered page
-//	                   lies, to every sandbox that has offered it
+//	                   lies, to every sandbox that has offered it; Similar:
+//	                   where a page lies that resembles an offered one. Such
+//	                   records have no base, so that they can be one
 //	sandbox  -> pool   Ref: pages that it has taken; Unref: that it has no longer
 //	pool     -> sandbox Retire: a segment goes away; what is still needed of it
 //	                   has moved, and is found in the index by its hash
@@ -51,7 +64,7 @@
 // them than processors. They are advice. A turn ends by itself after some seconds.
 //
 // No message has to be answered, and none is waited for: the guest runs on. Offer,
-// Want and Published may be dropped when a queue is full; what they would have
+// Want, Published and Similar may be dropped when a queue is full; what they would have
 // brought is brought by a later one. Ref and Unref are idempotent for each
 // connection and location. References end with the connection.
 //

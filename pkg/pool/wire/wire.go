@@ -9,6 +9,7 @@ import (
 	"hash"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 // Version is that of the protocol. A pool and a sandbox of different versions
@@ -38,15 +39,16 @@ type Type uint8
 
 // The messages, first those of the sandbox. See the package comment.
 const (
-	Hello    Type = 1 // body: JSON of a Greeting
-	Offer    Type = 2 // items: Page
-	Publish  Type = 3 // items: Content
-	Ref      Type = 4 // items: Loc
-	Unref    Type = 5 // items: Loc
-	Patterns Type = 6 // both ways. Argument: total length; body: the next part
-	Usage    Type = 7 // nothing
-	Turn     Type = 9 // both ways, see the package comment. Argument: 0 or 1
-	Admin    Type = 8 // body: a command, "stats" or "drain"; instead of Hello
+	Hello    Type = 1  // body: JSON of a Greeting
+	Offer    Type = 2  // items: Page
+	Publish  Type = 3  // items: Content
+	Ref      Type = 4  // items: Loc
+	Unref    Type = 5  // items: Loc
+	Patterns Type = 6  // both ways. Argument: total length; body: the next part
+	Usage    Type = 7  // nothing
+	Resemble Type = 10 // items: Sketched. An Offer that also asks for similar pages
+	Turn     Type = 9  // both ways, see the package comment. Argument: 0 or 1
+	Admin    Type = 8  // body: a command, "stats" or "drain"; instead of Hello
 
 	Welcome   Type = 65 // body: Key
 	Refuse    Type = 66 // body: why, in words. The connection ends
@@ -56,19 +58,20 @@ const (
 	Want      Type = 70 // items: Page
 	Published Type = 71 // items: Place
 	Share     Type = 72 // items: uint64 of Sharing
+	Similar   Type = 74 // items: Place
 	Report    Type = 73 // body: the answer to an Admin, JSON
 )
 
 // itemSize is the size of a type's items, or 0 if the body has any length.
 var itemSize = map[Type]int{
-	Hello: 0, Offer: PageSize, Publish: ContentSize, Ref: LocSize, Unref: LocSize, Patterns: 0, Usage: 0, Admin: 0, Turn: 0,
-	Welcome: 0, Refuse: 0, Index: 8, Segment: 0, Retire: 0, Want: PageSize, Published: PlaceSize, Share: 8, Report: 0,
+	Hello: 0, Offer: PageSize, Publish: ContentSize, Ref: LocSize, Unref: LocSize, Patterns: 0, Usage: 0, Admin: 0, Turn: 0, Resemble: SketchedSize,
+	Welcome: 0, Refuse: 0, Index: 8, Segment: 0, Retire: 0, Want: PageSize, Published: PlaceSize, Share: 8, Report: 0, Similar: PlaceSize,
 }
 
 var typeNames = map[Type]string{
-	Hello: "hello", Offer: "offer", Publish: "publish", Ref: "ref", Unref: "unref", Patterns: "patterns", Usage: "usage", Admin: "admin", Turn: "turn",
+	Hello: "hello", Offer: "offer", Publish: "publish", Ref: "ref", Unref: "unref", Patterns: "patterns", Usage: "usage", Admin: "admin", Turn: "turn", Resemble: "resemble",
 	Welcome: "welcome", Refuse: "refuse", Index: "index", Segment: "segment", Retire: "retire", Want: "want",
-	Published: "published", Share: "share", Report: "report",
+	Published: "published", Share: "share", Report: "report", Similar: "similar",
 }
 
 // String returns the message's name.
@@ -269,6 +272,39 @@ func (w *Writer) Page(p Page) {
 func (m *Message) Page(i int) Page {
 	b := m.Body[i*PageSize:]
 	return Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])}
+}
+
+// A Sketched is a page that a sandbox has offered, with its sketch.
+type Sketched struct {
+	Page
+	Sketch dedup.Sketch
+}
+
+// SketchedSize is the size of a Sketched in a message.
+const SketchedSize = PageSize + 4*dedup.Features
+
+// Sketched appends an item of Resemble.
+func (w *Writer) Sketched(s *Sketched) {
+	w.b = append(w.b, s.Hash[:]...)
+	w.b = binary.LittleEndian.AppendUint32(w.b, s.Cookie)
+	w.b = binary.LittleEndian.AppendUint32(w.b, uint32(s.Sketch.N))
+	for _, f := range s.Sketch.Feature {
+		w.b = binary.LittleEndian.AppendUint32(w.b, f)
+	}
+	w.n++
+}
+
+// Sketched returns item i of a Resemble. A sketch of too many features has none.
+func (m *Message) Sketched(i int) Sketched {
+	b := m.Body[i*SketchedSize:]
+	s := Sketched{Page: Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])}}
+	if n := binary.LittleEndian.Uint32(b[HashSize+4:]); n <= dedup.Features {
+		s.Sketch.N = int(n)
+	}
+	for j := range s.Sketch.Feature {
+		s.Sketch.Feature[j] = binary.LittleEndian.Uint32(b[PageSize+4*j:])
+	}
+	return s
 }
 
 // A Content is a page that was wanted. Template is the number of the template's

@@ -12,6 +12,7 @@ import (
 	"pgregory.net/rapid"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 )
 
 func TestItems(t *testing.T) {
@@ -52,6 +53,11 @@ func TestItems(t *testing.T) {
 		ref := make(Ref, func() { w.Loc(place.Loc) })
 		for i := range n {
 			require.Equal(t, place.Loc, ref.Loc(i))
+		}
+		sketched := Sketched{Page: page, Sketch: dedup.Sketch{Feature: [dedup.Features]uint32{1, 2, 3}, N: rapid.IntRange(0, dedup.Features).Draw(t, "features")}}
+		resemble := make(Resemble, func() { w.Sketched(&sketched) })
+		for i := range n {
+			require.Equal(t, sketched, resemble.Sketched(i))
 		}
 		publish := make(Publish, func() { w.Content(content) })
 		for i := range n {
@@ -196,7 +202,7 @@ func TestParseHostile(t *testing.T) {
 	for what, b := range map[string][]byte{
 		"empty":          {},
 		"short":          {2, 0, 0, 0},
-		"unknown":        {10, 0, 0, 0, 0, 0, 0, 0},
+		"unknown":        {11, 0, 0, 0, 0, 0, 0, 0},
 		"reserved":       {7, 1, 0, 0, 0, 0, 0, 0},
 		"missing items":  {2, 0, 1, 0, 0, 0, 0, 0},
 		"items of none":  {7, 0, 1, 0, 0, 0, 0, 0},
@@ -220,7 +226,11 @@ func FuzzParse(f *testing.F) {
 					m.Page(i)
 				case Publish:
 					m.Content(i)
-				case Published:
+				case Resemble:
+					if s := m.Sketched(i); s.Sketch.N > dedup.Features {
+						t.Fatal(s)
+					}
+				case Published, Similar:
 					m.Place(i)
 				case Ref, Unref, Index, Share:
 					m.Uint64(i)
