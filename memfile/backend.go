@@ -156,7 +156,8 @@ type Backend struct {
 	extents     atomic.Pointer[[]extent]
 
 	// pool is the host's pool of pages. Once set it stays.
-	pool poolRef
+	pool    poolRef
+	lookups lookups
 
 	// stalePool is set when a page of the pool that others are relative to was
 	// stale and not found anew: the next deepening makes them do without.

@@ -372,7 +372,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		}
 		e.word[i] = evictedWord(tag, h)
 		if hash != nil && size > poolMin {
-			e.pooled.offer(hash, page, first+uint64(i), size)
+			e.pooled.pool.Offer(e.pooled.key, hash, uint32(first)+uint32(i))
 		}
 	}
 
