@@ -20,6 +20,10 @@ const (
 	tellPause = time.Minute
 )
 
+// turnPatience is how long a sandbox waits for its turn: longer than a pool keeps
+// several waiting that overrun theirs, unless it hangs.
+const turnPatience = 15 * time.Second
+
 // errNoPool is what a sandbox that cannot be attached answers.
 var errNoPool = errors.New("this sandbox was started without --agentzip-pool or without --agentzip-domain")
 
@@ -137,13 +141,15 @@ func (d *driver) tellStep() {
 // takeTurn waits until it is this sandbox's turn to compress memory: without it,
 // the more sandboxes of a host wait, the less of the processors would those get
 // that work. It returns false if the wait ends first. Without a pool it is always
-// this sandbox's turn.
+// this sandbox's turn, and it goes without if a pool says nothing for turnPatience.
 func (d *driver) takeTurn(activity <-chan struct{}) bool {
 	if d.pool == nil {
 		return true
 	}
 	select {
 	case <-d.pool.TakeTurn():
+		return true
+	case <-time.After(turnPatience):
 		return true
 	case <-activity:
 	case <-d.stop:

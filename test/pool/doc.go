@@ -5,6 +5,9 @@
 //
 //	go test ./test/pool -runtime=bin/runsc-agentzip
 //
-// Root, gcc and libc6-dev are needed. The guest program compares its memory with
-// what it has written, and says FAIL if it is anything else.
+// Root, gcc and libc6-dev are needed. The guest programs compare their memory with
+// what they have written, and say FAIL if it is anything else.
+//
+// TestChaos kills the pool -kills times (10) while siblings work; -short has two of
+// them instead of eight.
 package pool

@@ -193,8 +193,8 @@ type pool struct {
 	log    string
 }
 
-// startPool starts a pool and waits until it answers.
-func startPool(t testing.TB, socket string, flags ...string) *pool {
+// launchPool starts a pool.
+func launchPool(t testing.TB, socket string, flags ...string) *pool {
 	t.Helper()
 	p := &pool{t: t, binary: binary(t), socket: socket, log: filepath.Join(tempDir(t), "pool.txt")}
 	out, err := os.Create(p.log)
@@ -212,11 +212,21 @@ func startPool(t testing.TB, socket string, flags ...string) *pool {
 	atExit(t, func() {
 		if t.Failed() {
 			b, _ := os.ReadFile(p.log)
-			out, _ := exec.Command(p.binary, "agentzip", "pool", "stats", "--socket="+socket).CombinedOutput()
+			var out []byte
+			if p.cmd.ProcessState == nil {
+				out, _ = exec.Command(p.binary, "agentzip", "pool", "stats", "--socket="+socket).CombinedOutput()
+			}
 			t.Logf("--- the pool's log\n%s\n%s", b, out)
 		}
 		p.kill()
 	})
+	return p
+}
+
+// startPool starts a pool and waits until it answers.
+func startPool(t testing.TB, socket string, flags ...string) *pool {
+	t.Helper()
+	p := launchPool(t, socket, flags...)
 	eventually(t, "starting a pool", func() error {
 		if p.cmd.ProcessState != nil {
 			t.Fatalf("the pool has ended")
@@ -332,8 +342,9 @@ var program struct {
 	err error
 }
 
-// bundle writes the bundle that the guest is started and restored with.
-func bundle(t testing.TB, annotations map[string]string) string {
+// bundle writes the bundle that a guest is started and restored with. Its
+// arguments are those of /sibling unless others are given.
+func bundle(t testing.TB, annotations map[string]string, args ...string) string {
 	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		skip(t, "gcc is missing: apt-get install gcc libc6-dev")
@@ -346,19 +357,25 @@ func bundle(t testing.TB, annotations map[string]string) string {
 		undo.fns = append(undo.fns, func() { os.RemoveAll(program.dir) })
 		undo.Unlock()
 		os.Chmod(program.dir, 0o755)
-		b, err := exec.Command("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-I../integrity/guest", "-static", "-pthread",
-			"-o", filepath.Join(program.dir, "sibling"), "guest/sibling.c").CombinedOutput()
-		if err != nil {
-			program.err = fmt.Errorf("compiling the guest (gcc and libc6-dev are needed): %w\n%s", err, b)
+		for _, name := range []string{"sibling", "burst"} {
+			b, err := exec.Command("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-I../integrity/guest", "-static", "-pthread",
+				"-o", filepath.Join(program.dir, name), "guest/"+name+".c").CombinedOutput()
+			if err != nil {
+				program.err = fmt.Errorf("compiling the guest %s (gcc and libc6-dev are needed): %w\n%s", name, err, b)
+				return
+			}
 		}
 	})
 	if program.err != nil {
 		t.Fatal(program.err)
 	}
+	if len(args) == 0 {
+		args = []string{"/sibling"}
+	}
 	dir := tempDir(t)
 	if err := fleet.WriteBundle(dir, fleet.Spec{
 		Rootfs:      program.dir,
-		Args:        []string{"/sibling"},
+		Args:        args,
 		Annotations: annotations,
 	}); err != nil {
 		t.Fatal(err)
@@ -400,11 +417,11 @@ func restore(t testing.TB, rt *fleet.Runtime, id, bundle, image string) *guest {
 	return &guest{t, sb}
 }
 
-// template returns an image of the program.
-func template(t testing.TB) string {
+// template returns an image of the program that bundle starts with the arguments.
+func template(t testing.TB, args ...string) string {
 	t.Helper()
 	rt := newRuntime(t)
-	g := start(t, rt, "origin", bundle(t, nil))
+	g := start(t, rt, "origin", bundle(t, nil, args...))
 	image := filepath.Join(tempDir(t), "image")
 	if err := g.sb.Checkpoint(deadline(2*time.Minute), image, fleet.CheckpointOptions{}); err != nil {
 		t.Fatal(err)
