@@ -225,6 +225,8 @@ func (d *domain) free() {
 	d.index.free()
 	d.hold(-int64(d.held))
 	clear(d.candidates[:])
+	d.sketches.free()
+	d.bases.free()
 	d.ncandidates, d.dead, d.refusals = 0, 0, 0
 	d.records, d.recordBytes, d.referenced = 0, 0, 0
 	d.pending, d.patterns = nil, nil

@@ -23,6 +23,9 @@ func TestConcurrent(t *testing.T) {
 	contents := make([]*codec.Page, 400)
 	for i := range contents {
 		contents[i] = page(uint64(i), 200+5*i)
+		if i%3 == 0 && i > 0 {
+			contents[i] = variant(contents[i-1], 1)
+		}
 	}
 	var wg sync.WaitGroup
 	for w := range 6 {
@@ -40,7 +43,15 @@ func TestConcurrent(t *testing.T) {
 						i := round*40 + r.IntN(80)
 						pages = append(pages, wire.Page{Hash: c.view.hash(contents[i]), Cookie: uint32(i)})
 					}
-					c.send(offerMessage(pages...))
+					if r.IntN(2) == 0 {
+						c.send(offerMessage(pages...))
+					} else {
+						var s []*wire.Sketched
+						for _, p := range pages {
+							s = append(s, &wire.Sketched{Page: p, Sketch: sketchOf(contents[p.Cookie])})
+						}
+						c.send(resembleMessage(s...))
+					}
 					if r.IntN(4) == 0 {
 						c.send(usageMessage())
 					}
@@ -58,6 +69,12 @@ func TestConcurrent(t *testing.T) {
 						}
 					}
 					c.view.told = nil
+					for _, pl := range c.view.similar {
+						r := c.view.record(t, pl.Loc)
+						require.Equal(t, pl.Hash, r.Hash)
+						require.False(t, r.HasBase)
+					}
+					c.view.similar = nil
 					for l, content := range held {
 						if r.IntN(5) == 0 {
 							require.True(t, *content == *c.view.read(t, l, nil))
@@ -91,6 +108,7 @@ func TestConcurrent(t *testing.T) {
 	require.Zero(t, st.Violations)
 	require.Positive(t, st.Published)
 	require.Positive(t, st.Retired)
+	require.Positive(t, st.Similar)
 	checkServer(t, p.s)
 }
 

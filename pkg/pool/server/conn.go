@@ -296,7 +296,7 @@ func (c *conn) message(b []byte, fd int) error {
 		return err
 	}
 	switch m.Type {
-	case wire.Offer:
+	case wire.Offer, wire.Resemble:
 		c.d.offer(c, &m)
 	case wire.Publish:
 		c.d.publish(c, &m)

@@ -15,6 +15,14 @@
 //   - refused, when it has no form worth keeping: it is not asked for again for
 //     a while.
 //
+// A candidate that came with a sketch may also be near others. If a published page
+// without a base resembles it, its owner is told of that base. Else, if a candidate
+// of another connection does, the page is asked for although nobody else has it: it
+// is pending as a base. It is then stored without a base of its own, and the owner
+// of the other candidate is told where it lies. What is known by sketches, candidates
+// and published pages without a base, leads to hashes only, and the oldest entries
+// are forgotten. Sketches of published pages are made by the pool itself.
+//
 // A pending page that is not sent within 10 s is asked for again when somebody
 // who has it offers it.
 //
@@ -34,8 +42,9 @@
 // # Memory
 //
 // The pool keeps 12 bytes per published page beside its record, a slot of the
-// index (16 bytes, in a table that doubles), about 26 bytes per candidate and, per
-// connection, about 16 KiB with its goroutine plus 0.2 to 60 bytes per reference,
+// index (16 bytes, in a table that doubles), about 26 bytes per candidate, 110 per
+// sketch of a candidate or of a base (of which a domain has 256 Ki each at most)
+// and, per connection, about 16 KiB with its goroutine plus 0.2 to 60 bytes per reference,
 // depending on how close they are to each other. With 1000 sandboxes that have
 // offered 2000 pages each, half of them common to all, this is 42 MiB
 // (BenchmarkClients1000). Everything that a
@@ -48,8 +57,8 @@
 // messages one by one, with a buffer only while there is a message, and one that
 // sends, only while there is something to send. Work for a message is done there,
 // so who sends much waits for its own work. Nobody waits for a slow receiver:
-// Want, Published and Share are dropped if too much is queued, and a connection
-// that does not take the rest is closed.
+// Want, Published, Similar and Share are dropped if too much is queued, and a
+// connection that does not take the rest is closed.
 //
 // # Locks
 //
@@ -59,8 +68,8 @@
 //   - domain.encMu: the domain's encoder and template. Held while a page is
 //     encoded (40 us), one page at a time;
 //   - domain.mu: everything else of the domain and what a connection has in it.
-//     Held for one message, for one segment in compaction, or while the index
-//     grows;
+//     Held for one message (256 pages of a Resemble), for one segment in
+//     compaction, or while the index grows;
 //   - turns.mu: whose turn it is to compress;
 //   - conn.mu: the queue of a connection.
 //

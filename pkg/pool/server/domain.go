@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/memfile/dedup"
 	"runsc-agentzip/pkg/pool/wire"
 )
 
@@ -57,6 +58,10 @@ type pending struct {
 	since stamp
 	// lapsed is set if another may be asked now.
 	lapsed bool
+	// base is set if the page was asked for to serve as a base: it is stored
+	// without one. similar are pages that resemble it.
+	base    bool
+	similar []candidate
 }
 
 // A domain is a set of sandboxes that share pages.
@@ -103,6 +108,8 @@ type domain struct {
 	// connections that have ended, refusals how many are refused.
 	ncandidates, dead, refusals int
 	pending                     map[wire.Hash]*pending
+	// sketches has candidates, bases published pages that have no base.
+	sketches, bases sketches
 	// groups is the number of refGroups of all connections.
 	groups int
 
@@ -231,33 +238,66 @@ func (d *domain) dropCandidate(h *wire.Hash) {
 	}
 }
 
-// offer handles an Offer.
+// offer handles an Offer or a Resemble.
 func (d *domain) offer(c *conn, m *wire.Message) {
+	chunk := max(m.N, 1)
+	if m.Type == wire.Resemble {
+		chunk = resembleChunk
+	}
+	for from := 0; from < m.N; from += chunk {
+		d.offerSome(c, m, from, min(from+chunk, m.N))
+	}
+}
+
+// offerSome handles some items of an Offer or a Resemble.
+func (d *domain) offerSome(c *conn, m *wire.Message, from, to int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	now := d.s.now()
-	d.counts.Offers += uint64(m.N)
+	drained := d.s.drained.Load()
+	d.counts.Offers += uint64(to - from)
 	var wants []wire.Page
-	var places []wire.Place
-	for i := range m.N {
-		p := m.Page(i)
+	var places, similar []wire.Place
+	for i := from; i < to; i++ {
+		var sk wire.Sketched
+		if m.Type == wire.Resemble {
+			sk = m.Sketched(i)
+			d.counts.Resembled++
+		} else {
+			sk.Page = m.Page(i)
+		}
+		p := sk.Page
 		g, at, taken := d.lookup(&p.Hash)
-		switch {
-		case taken:
-		case at >= 0:
+		if taken {
+			continue
+		}
+		if at >= 0 {
 			d.counts.Hits++
-			// Soon there will be a reference.
-			if r := &g.recs[at]; r.refs == 0 {
-				r.last = max(r.last, now)
-				d.happened(now)
-			}
+			d.touch(g, at, now)
 			places = append(places, wire.Place{Page: p, Loc: g.loc(at)})
-		case d.s.drained.Load():
-		case d.offered(c, p, now):
+			continue
+		}
+		alone := d.pending[p.Hash] == nil
+		if !drained {
+			var ask bool
+			if ask, alone = d.offered(c, p, now); ask {
+				wants = append(wants, p)
+			}
+		}
+		if !alone || !useful(&sk.Sketch) {
+			continue
+		}
+		g, at = d.findBase(&sk.Sketch)
+		if g != nil {
+			d.touch(g, at, now)
+			similar = append(similar, wire.Place{Page: wire.Page{Hash: *g.hash(at), Cookie: p.Cookie}, Loc: g.loc(at)})
+		}
+		if !drained && d.resemble(c, p, &sk.Sketch, g != nil, now) {
 			wants = append(wants, p)
 		}
 	}
-	d.pushPlaces(c, places)
+	d.pushPlaces(c, wire.Published, places)
+	d.pushPlaces(c, wire.Similar, similar)
 	for len(wants) > 0 {
 		var w wire.Writer
 		w.Begin(wire.Want, 0)
@@ -277,33 +317,43 @@ func (d *domain) offer(c *conn, m *wire.Message) {
 	}
 }
 
+// touch notes that a record is about to be used. domain.mu must be held.
+func (d *domain) touch(g *segment, at int, now stamp) {
+	// Soon there will be a reference.
+	if r := &g.recs[at]; r.refs == 0 {
+		r.last = max(r.last, now)
+		d.happened(now)
+	}
+}
+
 // offered notes that c has offered a page that is not published. It tells
-// whether c is to be asked for it. domain.mu must be held.
-func (d *domain) offered(c *conn, p wire.Page, now stamp) bool {
+// whether c is to be asked for it, and whether nobody else is known to have it.
+// domain.mu must be held.
+func (d *domain) offered(c *conn, p wire.Page, now stamp) (ask, alone bool) {
 	if w := d.pending[p.Hash]; w != nil {
-		return d.offeredPending(w, c, p, now)
+		return d.offeredPending(w, c, p, now), false
 	}
 	shard, key := candidateKey(&p.Hash)
 	cand, ok := d.candidates[shard][key]
 	if ok && cand.conn == refused {
-		return false
+		return false, false
 	}
 	if !ok || cand.conn == c.id || d.conns[cand.conn] == nil {
 		d.setCandidate(c, p)
-		return false
+		return false, true
 	}
 	if d.full() {
 		d.counts.Full++
-		return false
+		return false, false
 	}
 	if c.asked >= maxAsked || len(d.pending) >= maxPending {
-		return false
+		return false, false
 	}
 	d.dropCandidate(&p.Hash)
 	c.asked++
 	d.pending[p.Hash] = &pending{offerers: []candidate{cand, {c.id, p.Cookie}}, from: c.id, since: now}
 	d.s.kick()
-	return true
+	return true, false
 }
 
 // offeredPending is offered for a page that was asked for.
@@ -311,7 +361,8 @@ func (d *domain) offeredPending(w *pending, c *conn, p wire.Page, now stamp) boo
 	if len(w.offerers) == maxOfferers {
 		w.offerers = slices.DeleteFunc(w.offerers, func(o candidate) bool { return d.conns[o.conn] == nil })
 	}
-	others, known := false, false
+	known := false
+	others := slices.ContainsFunc(w.similar, func(o candidate) bool { return o.conn != c.id && d.conns[o.conn] != nil })
 	for i := range w.offerers {
 		switch o := &w.offerers[i]; {
 		case o.conn == c.id:
@@ -343,27 +394,34 @@ func (d *domain) settle(h *wire.Hash, w *pending) {
 	}
 }
 
-// pushPlaces tells a connection where pages are. domain.mu must be held.
-func (d *domain) pushPlaces(c *conn, places []wire.Place) {
+// pushPlaces tells a connection where pages are, by a Published or Similar.
+// domain.mu must be held.
+func (d *domain) pushPlaces(c *conn, t wire.Type, places []wire.Place) {
 	for len(places) > 0 {
 		var w wire.Writer
-		w.Begin(wire.Published, 0)
+		w.Begin(t, 0)
 		n := min(len(places), w.Room())
 		for _, p := range places[:n] {
 			w.Place(p)
 		}
-		c.push(packet{msg: w.Bytes()}, false)
+		if c.push(packet{msg: w.Bytes()}, false) && t == wire.Similar {
+			d.counts.Similar += uint64(n)
+		}
 		places = places[n:]
 	}
 }
 
+// A note is what a connection is to be told.
+type note struct{ published, similar []wire.Place }
+
 // publish handles a Publish.
 func (d *domain) publish(c *conn, m *wire.Message) {
 	hasher := wire.NewHasher(&d.key)
-	notes := map[*conn][]wire.Place{}
+	notes := map[*conn]note{}
 	for i := range m.N {
 		ct := m.Content(i)
-		switch d.awaits(c, &ct.Hash) {
+		claim, base := d.awaits(c, &ct.Hash)
+		switch claim {
 		case unasked:
 			c.violations++
 		case awaited:
@@ -372,7 +430,7 @@ func (d *domain) publish(c *conn, m *wire.Message) {
 				d.lapse(c, &ct.Hash)
 				continue
 			}
-			d.add(&ct, notes)
+			d.add(&ct, base, notes)
 		}
 	}
 	if len(notes) == 0 {
@@ -380,10 +438,11 @@ func (d *domain) publish(c *conn, m *wire.Message) {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for to, places := range notes {
+	for to, n := range notes {
 		// Compaction may have been faster.
-		places = slices.DeleteFunc(places, func(p wire.Place) bool { return d.segs[p.Loc.Segment()] == nil })
-		d.pushPlaces(to, places)
+		gone := func(p wire.Place) bool { return d.segs[p.Loc.Segment()] == nil }
+		d.pushPlaces(to, wire.Published, slices.DeleteFunc(n.published, gone))
+		d.pushPlaces(to, wire.Similar, slices.DeleteFunc(n.similar, gone))
 	}
 }
 
@@ -396,18 +455,18 @@ const (
 	awaited              // the page is taken if it is the right one
 )
 
-// awaits tells whether a page is awaited from c.
-func (d *domain) awaits(c *conn, h *wire.Hash) claim {
+// awaits tells whether a page is awaited from c, and whether to serve as a base.
+func (d *domain) awaits(c *conn, h *wire.Hash) (_ claim, base bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	// A connection may answer each Want once, however late.
 	if c.allowed == 0 {
-		return unasked
+		return unasked, false
 	}
 	w := d.pending[*h]
 	if w == nil || w.from != c.id {
 		c.allowed--
-		return late
+		return late, false
 	}
 	c.allowed--
 	drained := d.s.drained.Load()
@@ -416,10 +475,10 @@ func (d *domain) awaits(c *conn, h *wire.Hash) claim {
 			d.counts.Full++
 		}
 		d.settle(h, w)
-		return late
+		return late, false
 	}
 	w.since = d.s.now()
-	return awaited
+	return awaited, w.base
 }
 
 // lapse lets others be asked for what c was asked for.
@@ -431,11 +490,16 @@ func (d *domain) lapse(c *conn, h *wire.Hash) {
 	}
 }
 
-// add publishes a page whose hash is right, and adds to notes whom to tell.
-func (d *domain) add(ct *wire.Content, notes map[*conn][]wire.Place) {
+// add publishes a page whose hash is right, without a base if it is to serve as
+// one, and adds to notes whom to tell.
+func (d *domain) add(ct *wire.Content, base bool, notes map[*conn]note) {
 	d.encMu.Lock()
 	defer d.encMu.Unlock()
-	r, ok := d.encode(ct)
+	r, ok := d.encode(ct, base)
+	var s dedup.Sketch
+	if ok && !r.HasBase {
+		s.Make(ct.Data)
+	}
 
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -459,7 +523,20 @@ func (d *domain) add(ct *wire.Content, notes map[*conn][]wire.Place) {
 	d.counts.Published++
 	for _, o := range w.offerers {
 		if to := d.conns[o.conn]; to != nil {
-			notes[to] = append(notes[to], wire.Place{Page: wire.Page{Hash: ct.Hash, Cookie: o.cookie}, Loc: l})
+			n := notes[to]
+			n.published = append(n.published, wire.Place{Page: wire.Page{Hash: ct.Hash, Cookie: o.cookie}, Loc: l})
+			notes[to] = n
+		}
+	}
+	if r.HasBase {
+		return
+	}
+	d.addBase(&s, &ct.Hash)
+	for _, o := range w.similar {
+		if to := d.conns[o.conn]; to != nil {
+			n := notes[to]
+			n.similar = append(n.similar, wire.Place{Page: wire.Page{Hash: ct.Hash, Cookie: o.cookie}, Loc: l})
+			notes[to] = n
 		}
 	}
 }
@@ -481,14 +558,18 @@ func (d *domain) refuse(h *wire.Hash) {
 	d.refusals++
 }
 
-// encode finds the smallest form of a page. The record is valid until encMu,
-// which must be held, is unlocked.
-func (d *domain) encode(ct *wire.Content) (wire.Record, bool) {
+// encode finds the smallest form of a page, or the smallest without a base. The
+// record is valid until encMu, which must be held, is unlocked.
+func (d *domain) encode(ct *wire.Content, alone bool) (wire.Record, bool) {
 	if d.enc == nil {
 		d.enc = codec.NewEncoder()
 	}
 	in := codec.Input{Page: ct.Data, Tier: codec.TierMax}
-	if t := d.openTemplate(); t != nil && uint64(ct.Template) < t.Pages() {
+	var t Template
+	if !alone {
+		t = d.openTemplate()
+	}
+	if t != nil && uint64(ct.Template) < t.Pages() {
 		if err := t.ReadPages(d.base[:], uint64(ct.Template)); err != nil {
 			d.s.log("pool: domain %s goes without base pages: page %d of template %s: %v", d.name, ct.Template, d.digest, err)
 			d.closeTemplate()
@@ -710,7 +791,8 @@ func (d *domain) heap() uint64 {
 		page       = 224
 	)
 	n := uint64(d.ncandidates)*candidateBytes + d.records*record + uint64(len(d.pending))*page +
-		uint64(d.groups)*group + uint64(len(d.conns))*connection + uint64(len(d.patterns))
+		uint64(d.groups)*group + uint64(len(d.conns))*connection + uint64(len(d.patterns)) +
+		d.sketches.bytes() + d.bases.bytes()
 	return n + uint64(d.parts)*wire.MaxPatterns/2
 }
 

@@ -117,6 +117,9 @@ func TestModel(t *testing.T) {
 	contents := make([]*codec.Page, 60)
 	for i := range contents {
 		contents[i] = page(uint64(i), []int{4096, 20, 600, 2900}[i%4])
+		if i >= 30 {
+			contents[i] = variant(contents[i-30], uint64(i))
+		}
 	}
 	rapid.Check(t, func(r *rapid.T) {
 		tb := rapidTB{t, r}
@@ -137,6 +140,14 @@ func TestModel(t *testing.T) {
 		// owners counts the connections that have offered a page, those that
 		// have ended included, since the domain began.
 		owners := map[wire.Hash]map[uint32]bool{}
+		// shared tells whether two connections have had a page, or one that
+		// resembles it.
+		shared := func(v *view, c *codec.Page) bool {
+			i := slices.Index(contents, c)
+			all := maps.Clone(owners[v.hash(c)])
+			maps.Copy(all, owners[v.hash(contents[(i+30)%60])])
+			return len(all) >= 2
+		}
 		byHash := map[wire.Hash]*codec.Page{}
 		var key wire.Key
 		join := func(r *rapid.T) {
@@ -189,14 +200,22 @@ func TestModel(t *testing.T) {
 					}
 					owners[h][p.conn.id] = true
 				}
-				do(p, offerMessage(pages...))
+				if rapid.Bool().Draw(r, "plain") {
+					do(p, offerMessage(pages...))
+					return
+				}
+				var s []*wire.Sketched
+				for _, pg := range pages {
+					s = append(s, &wire.Sketched{Page: pg, Sketch: sketchOf(contents[pg.Cookie])})
+				}
+				do(p, resembleMessage(s...))
 			},
 			"publish": func(r *rapid.T) {
 				p := pick(r)
 				wants := p.view.wants
 				p.view.wants = nil
 				for _, w := range wants {
-					require.GreaterOrEqual(tb, len(owners[w.Hash]), 2)
+					require.True(tb, shared(&p.view, byHash[w.Hash]))
 					require.True(tb, owners[w.Hash][p.conn.id])
 					do(p, publishMessage(wire.Content{Page: w, Template: wire.NoPage, Data: contents[w.Cookie]}))
 				}
@@ -207,10 +226,20 @@ func TestModel(t *testing.T) {
 				told := p.view.told
 				p.view.told = nil
 				for _, pl := range told {
-					require.GreaterOrEqual(tb, len(owners[pl.Hash]), 2)
+					require.True(tb, shared(&p.view, byHash[pl.Hash]))
 					require.Equal(tb, p.view.hash(contents[pl.Cookie]), pl.Hash)
 					if !p.view.retired[pl.Loc.Segment()] {
 						ref(p, pl.Loc, contents[pl.Cookie])
+					}
+				}
+				similar := p.view.similar
+				p.view.similar = nil
+				for _, pl := range similar {
+					base := byHash[pl.Hash]
+					require.True(tb, shared(&p.view, base))
+					require.Equal(tb, slices.Index(contents, base)%30, int(pl.Cookie)%30)
+					if !p.view.retired[pl.Loc.Segment()] {
+						ref(p, pl.Loc, base)
 					}
 				}
 			},
@@ -222,7 +251,7 @@ func TestModel(t *testing.T) {
 					if !ok {
 						continue
 					}
-					require.GreaterOrEqual(tb, len(owners[h]), 2)
+					require.True(tb, shared(&p.view, contents[i]))
 					ref(p, l, contents[i])
 				}
 			},

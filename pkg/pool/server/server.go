@@ -23,7 +23,8 @@ type Options struct {
 	// MaxBytes is the most memory that the segments and indexes of all domains
 	// together may take, in bytes, and DomainMaxBytes those of one. 0 is no
 	// limit. What the pool remembers of pages that only one sandbox has takes
-	// up to an eighth of the smaller one more, for each domain.
+	// up to an eighth of the smaller one more, for each domain, and so do the
+	// sketches of these pages and those of bases.
 	MaxBytes, DomainMaxBytes uint64
 	// Keep is how long a page without references is kept, and a domain
 	// without sandboxes. 0 is DefaultKeep.

@@ -53,6 +53,7 @@ type view struct {
 	retired  map[uint32]bool
 	wants    []wire.Page
 	told     []wire.Place
+	similar  []wire.Place
 	shares   []wire.Sharing
 	patterns []byte
 	refused  string
@@ -96,6 +97,12 @@ func (v *view) got(t testing.TB, b []byte, fd int) {
 			p := m.Place(i)
 			require.Contains(t, v.segs, p.Loc.Segment())
 			v.told = append(v.told, p)
+		}
+	case wire.Similar:
+		for i := range m.N {
+			p := m.Place(i)
+			require.Contains(t, v.segs, p.Loc.Segment())
+			v.similar = append(v.similar, p)
 		}
 	case wire.Share:
 		s, err := m.Sharing()
@@ -1019,10 +1026,20 @@ func checkDomain(t require.TestingT, d *domain) {
 		}
 	}
 	require.Equal(t, [3]int{n, dead, refusals}, [3]int{d.ncandidates, d.dead, d.refusals})
+	for _, x := range []*sketches{&d.sketches, &d.bases} {
+		most := 0
+		for _, g := range x.gens {
+			most += g.most
+			require.LessOrEqual(t, len(g.items), g.most)
+		}
+		require.LessOrEqual(t, most, d.sketchLimit())
+	}
 	asked, parts := map[uint32]int{}, 0
 	for _, w := range d.pending {
 		asked[w.from]++
 		require.LessOrEqual(t, len(w.offerers), maxOfferers)
+		require.LessOrEqual(t, len(w.similar), maxOfferers)
+		require.True(t, w.base || len(w.similar) == 0)
 	}
 	for id, c := range d.conns {
 		require.Equal(t, [2]int{own[id], asked[id]}, [2]int{c.candidates, c.asked})

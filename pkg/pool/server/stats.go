@@ -64,6 +64,12 @@ type Counts struct {
 	Offers  uint64 `json:"offers"`
 	Hits    uint64 `json:"hits"`
 	Ignored uint64 `json:"ignored"`
+	// Resembled is how many of the Offers came with a sketch, Similar how often
+	// a sandbox was told of a page that resembles one of its own, Bases how many
+	// pages have become known as such so far.
+	Resembled uint64 `json:"resembled"`
+	Similar   uint64 `json:"similar"`
+	Bases     uint64 `json:"bases"`
 	// Wanted is how many pages were asked for, Published how many the pool
 	// took, Rejected how many have no form worth keeping, Full how many found
 	// no room.
@@ -84,6 +90,9 @@ func (c *Counts) add(o *Counts) {
 	c.Offers += o.Offers
 	c.Hits += o.Hits
 	c.Ignored += o.Ignored
+	c.Resembled += o.Resembled
+	c.Similar += o.Similar
+	c.Bases += o.Bases
 	c.Wanted += o.Wanted
 	c.Published += o.Published
 	c.Rejected += o.Rejected
