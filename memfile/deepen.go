@@ -243,7 +243,7 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 		return w
 	}
 	old := len(s.enc) + s.base.size()
-	if old > poolMin {
+	if !away {
 		// It may have been stored while there was no pool, or what the pool said
 		// of it may have been lost.
 		if neww := b.shareDeepened(e, page, p, old); neww != 0 {

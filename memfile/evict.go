@@ -371,7 +371,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			continue
 		}
 		e.word[i] = evictedWord(tag, h)
-		if hash != nil && size > poolMin {
+		if hash != nil && size > offerMin {
 			e.pooled.pool.Offer(e.pooled.key, hash, uint32(first)+uint32(i))
 		}
 	}

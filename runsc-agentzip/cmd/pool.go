@@ -40,7 +40,7 @@ agentzip pool drain                        - have the pool take no more pages; t
   --socket=PATH          the pool's socket, an absolute path (default: the flag --agentzip-pool)
   --max-bytes=N          serve: memory that the pool may hold, in bytes; 0 (default) is no limit
   --domain-max-bytes=N   serve: the same for each domain
-  --keep=TIME            serve: how long a page that no sandbox refers to is kept (default 30s)
+  --keep=TIME            serve: how long a page that no sandbox refers to is kept (default 10s)
   --idle-exit=TIME       serve: end when there has been no sandbox for so long (default 0: never)
   -json                  print JSON
 
@@ -79,7 +79,7 @@ func (a *Agentzip) pool(conf *config.Config, args []string) subcommands.ExitStat
 	case "serve":
 		f.Uint64Var(&p.max, "max-bytes", 0, "memory that the pool may hold")
 		f.Uint64Var(&p.perDom, "domain-max-bytes", 0, "memory that the pool may hold for a domain")
-		f.DurationVar(&p.keep, "keep", 30*time.Second, "how long an unused page is kept")
+		f.DurationVar(&p.keep, "keep", server.DefaultKeep, "how long an unused page is kept")
 		f.DurationVar(&p.idleExit, "idle-exit", 0, "end without sandboxes")
 		run = p.serve
 	case "stats":

@@ -206,9 +206,8 @@ func (d *driver) run() {
 				work = d.share
 			case <-timer:
 			}
-			if late && d.takeTurn(activity) {
+			if late {
 				work(stop)
-				d.giveTurn()
 			}
 		}
 		if retry {
@@ -285,7 +284,7 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 		var n uint64
 		var err error
 		process.background.run(func() {
-			n, err = pass(func() bool { return stop() || process.background.governor.Busy() || d.contended() })
+			n, err = pass(func() bool { return stop() || process.background.governor.Busy() })
 		})
 		// Only what activity interrupted, or a busy host, is taken up again.
 		*done = !errors.Is(err, memfile.ErrStopped)

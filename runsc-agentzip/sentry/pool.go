@@ -138,9 +138,10 @@ func (d *driver) tellStep() {
 	d.untold, d.told = 0, time.Now()
 }
 
-// takeTurn waits until it is this sandbox's turn to compress memory: without it,
-// the more sandboxes of a host wait, the less of the processors would those get
-// that work. It returns false if the wait ends first. Without a pool it is always
+// takeTurn waits until it is this sandbox's turn to evict: without it, the more
+// sandboxes of a host wait, the less of the processors would those get that work.
+// (Deepening takes no turn: it can be put off at any time, and the governor sees to
+// that when the host is busy.) It returns false if the wait ends first. Without a pool it is always
 // this sandbox's turn, and it goes without if a pool says nothing for turnPatience.
 func (d *driver) takeTurn(activity <-chan struct{}) bool {
 	if d.pool == nil {
@@ -164,6 +165,3 @@ func (d *driver) giveTurn() {
 		d.pool.GiveTurn()
 	}
 }
-
-// contended tells whether others wait for the turn.
-func (d *driver) contended() bool { return d.pool != nil && d.pool.Contended() }

@@ -31,9 +31,6 @@ type Client struct {
 	// key is the live connection's, or nil. It is written with mu held.
 	key atomic.Pointer[wire.Key]
 
-	// contended is set while others wait for the turn that the sandbox has.
-	contended atomic.Bool
-
 	closeOnce sync.Once
 	// done is closed when the receiver has ended.
 	done chan struct{}

@@ -110,11 +110,7 @@ func (c *Client) handle(cn *conn, m *wire.Message, fd int) (int, error) {
 		if len(m.Body) != 0 {
 			return fd, fmt.Errorf("%w: turn with %d bytes", wire.ErrMessage, len(m.Body))
 		}
-		if m.Arg == 0 {
-			c.contended.Store(c.turn != nil)
-		} else {
-			c.grantTurn()
-		}
+		c.grantTurn()
 
 	default:
 		return fd, fmt.Errorf("%w: %v is nothing that a pool sends to a sandbox", wire.ErrMessage, m.Type)

@@ -2,7 +2,7 @@ package client
 
 import "runsc-agentzip/pkg/pool/wire"
 
-// TakeTurn asks for the sandbox's turn to compress memory. The channel is closed
+// TakeTurn asks for the sandbox's turn to evict. The channel is closed
 // when it has it: at once if there is no connection, and when one is lost, for
 // then nobody says whose turn it is. GiveTurn must follow, also if the channel is
 // not waited for.
@@ -11,7 +11,6 @@ func (c *Client) TakeTurn() <-chan struct{} {
 	defer c.sendMu.Unlock()
 	c.mu.Lock()
 	c.turn, c.granted = make(chan struct{}), false
-	c.contended.Store(false)
 	turn, cn := c.turn, c.liveConn(nil)
 	c.mu.Unlock()
 	c.w.Begin(wire.Turn, 1)
@@ -29,15 +28,11 @@ func (c *Client) GiveTurn() {
 	defer c.sendMu.Unlock()
 	c.mu.Lock()
 	c.turn, c.granted = nil, false
-	c.contended.Store(false)
 	cn := c.liveConn(nil)
 	c.mu.Unlock()
 	c.w.Begin(wire.Turn, 0)
 	c.transmit(cn) // otherwise it ends by itself
 }
-
-// Contended tells whether others wait for the turn that the sandbox has.
-func (c *Client) Contended() bool { return c.contended.Load() }
 
 // grantTurn gives the sandbox its turn if it waits for it.
 //

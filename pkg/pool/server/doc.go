@@ -70,7 +70,7 @@
 //   - domain.mu: everything else of the domain and what a connection has in it.
 //     Held for one message (256 pages of a Resemble), for one segment in
 //     compaction, or while the index grows;
-//   - turns.mu: whose turn it is to compress;
+//   - turns.mu: whose turn it is to evict;
 //   - conn.mu: the queue of a connection.
 //
 // No system call that waits for somebody else is made under Server.mu or

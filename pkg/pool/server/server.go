@@ -38,7 +38,7 @@ type Options struct {
 }
 
 // DefaultKeep is Options.Keep if that is 0.
-const DefaultKeep = 30 * time.Second
+const DefaultKeep = 10 * time.Second
 
 // A Template has the pages that the sandboxes of a domain began with. It is used
 // by one goroutine at a time.

@@ -18,7 +18,7 @@ const (
 	maxTurnQueue = 64 << 10
 )
 
-// turns limits how many sandboxes of the host compress memory at the same time:
+// turns limits how many sandboxes of the host evict memory at the same time:
 // half of the processors are left to those that work. Without a limit, the more
 // sandboxes wait the less the others get, whatever the priorities, since each has
 // a thread of its own. First come, first served, whatever the domain.
@@ -55,10 +55,10 @@ func (t *turns) take(c *conn) {
 	defer t.mu.Unlock()
 	switch {
 	case t.holds(c):
-		c.sendTurn(1)
+		c.sendTurn()
 	case slices.Contains(t.queue, c):
 	case len(t.queue) >= maxTurnQueue:
-		c.sendTurn(1)
+		c.sendTurn()
 	default:
 		t.queue = append(t.queue, c)
 		t.next()
@@ -87,7 +87,7 @@ func (t *turns) next() {
 		}
 		c := t.queue[0]
 		t.queue = slices.Delete(t.queue, 0, 1)
-		if c.sendTurn(1) {
+		if c.sendTurn() {
 			t.holders = append(t.holders, holder{c, now})
 			t.granted++
 		}
@@ -98,9 +98,6 @@ func (t *turns) next() {
 	}
 	if len(t.queue) == 0 {
 		return
-	}
-	for _, h := range t.holders {
-		h.c.sendTurn(0)
 	}
 	t.timer = time.AfterFunc(time.Until(t.holders[0].since.Add(turnLease)), func() {
 		t.mu.Lock()
@@ -118,9 +115,9 @@ func (t *turns) stop() {
 	}
 }
 
-// sendTurn tells a connection that it has its turn, or that others want theirs.
-func (c *conn) sendTurn(arg uint32) bool {
+// sendTurn tells a connection that it has its turn.
+func (c *conn) sendTurn() bool {
 	var w wire.Writer
-	w.Begin(wire.Turn, arg)
+	w.Begin(wire.Turn, 1)
 	return c.push(packet{msg: w.Bytes()}, false)
 }

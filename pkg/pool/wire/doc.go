@@ -56,9 +56,9 @@
 //	                   has moved, and is found in the index by its hash
 //	sandbox  -> pool   Usage; pool -> sandbox Share
 //	sandbox  -> pool   Patterns: what its steps have taught about prefetching
-//	sandbox  -> pool   Turn 1: it has memory to compress and would like to have
-//	                   its turn; Turn 0: it is done, or no longer wants it
-//	pool     -> sandbox Turn 1: it has its turn; Turn 0: others would like it too
+//	sandbox  -> pool   Turn 1: it has memory to evict and would like to have its
+//	                   turn; Turn 0: it is done, or no longer wants it
+//	pool     -> sandbox Turn 1: it has its turn
 //
 // Turns keep sandboxes that wait from slowing those that work: there are fewer of
 // them than processors. They are advice. A turn ends by itself after some seconds.
