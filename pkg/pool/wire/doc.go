@@ -14,12 +14,18 @@
 // compare the content with their own page before they give that up, or store
 // their own page relative to it.
 //
-// What siblings compute is rarely equal byte for byte: of the pages that four
-// clones own after the same kind of steps, 0 to 15 % have a twin in a sibling, but
-// 23 to 43 % more resemble one so much that four fifths of their compressed bytes
-// can be spared (language servers in the template: 1.5 % and 42.5 %, 0.31 and 7.3
-// of 12.9 MB a clone; started after the restore: 14.6 % and 23.3 %, 11.4 and 17.0
-// of 68.3 MB; pandas: 0 and 24 %, 0 and 5.2 of 26.7 MB).
+// What siblings compute is less equal than one would think. In dumps of the memory
+// of four clones that had taken different steps of the same kinds, of the pages that
+// siblings did not have at the same place anyway:
+//
+//   - language servers started after the restore: 14.6 % of the pages have a twin in
+//     a sibling (11.4 of 68.3 MB of compressed pages a clone), and 23.3 % more
+//     resemble one (23.5 MB, of which it would spare 17.0);
+//   - pandas: none have a twin, 24 % resemble one (7.4 of 26.7 MB; 5.2);
+//   - language servers in the template: 1.5 % have a twin (0.3 of 12.9 MB). For what
+//     is similar the template's page at the same place is the better base.
+//
+// Half of the first figures and more is the pool's own share, with so few siblings.
 //
 // # Who trusts whom
 //
