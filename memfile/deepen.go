@@ -101,10 +101,16 @@ func (b *Backend) DeepenCold(stop func() bool) (replaced uint64, err error) {
 func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
-	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold, stalePool: b.stalePool.Swap(false)}
+	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold}
 	if err := b.passError(d.stop); err != nil {
 		return 0, err
 	}
+	d.stalePool = b.stalePool.Swap(false)
+	defer func() {
+		if err != nil && d.stalePool {
+			b.stalePool.Store(true) // not all of them were seen to
+		}
+	}()
 	// First what the last step has left.
 	if err := b.compact(d.stop); err != nil {
 		return 0, err
@@ -185,7 +191,7 @@ func (d *deepWorker) group(first uint64) {
 	}
 	for p := first; p < first+groupPages; p++ {
 		w := atomic.LoadUint64(b.table.at(p))
-		if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool || w&deep == 0 && wanted(p) {
+		if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool && !d.stalePool || w&deep == 0 && wanted(p) {
 			continue
 		}
 		if w&deep != 0 {
@@ -193,7 +199,7 @@ func (d *deepWorker) group(first uint64) {
 				d.root, d.rootBlob, d.rootLoaded = p, handleOf(w), false
 				continue
 			}
-			if !hasBase(tagOf(w)) || b.stats.orphans.Load() == 0 && !d.stalePool {
+			if tagOf(w) != codec.TagPool && (!hasBase(tagOf(w)) || b.stats.orphans.Load() == 0 && !d.stalePool) {
 				continue
 			}
 		}

@@ -485,7 +485,10 @@ func (b *Backend) findAnew(s *pooled, r *restorer, page uint64, w word) bool {
 	if l, rec, ok := s.pool.Find(s.key, &s.hash, s.record[:]); ok {
 		neww = b.shareAt(s, content, page, l, &rec)
 	} else {
+		// If nobody else has it either, the next deepening stores it here: it
+		// would keep all of its old segment alive.
 		s.pool.Offer(s.key, &s.hash, uint32(page))
+		b.stalePool.Store(true)
 	}
 	if neww == 0 {
 		s.count.Rejects++
@@ -493,6 +496,10 @@ func (b *Backend) findAnew(s *pooled, r *restorer, page uint64, w word) bool {
 	b.replace(page, w, neww)
 	return neww != 0
 }
+
+// StalePages tells whether pages depend on what the pool does not have any more,
+// which the next deepening is to end.
+func (b *Backend) StalePages() bool { return b.stalePool.Load() }
 
 // moveBase makes the blob of a busy page refer to the place that its base has now.
 func (b *Backend) moveBase(s *pooled, w word) bool {

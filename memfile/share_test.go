@@ -336,6 +336,30 @@ func TestShared(t *testing.T) {
 	f.gateAll(t)
 }
 
+// TestSharedPageThatOthersGiveUp has pages that the pool moves and then forgets.
+func TestSharedPageThatOthersGiveUp(t *testing.T) {
+	f, p := shared(t, 32, DefaultOptions())
+	p.connect()
+	p.full = true // nobody else has them
+	_, err := f.b.Share(nil)
+	require.NoError(t, err)
+	require.True(t, f.b.StalePages())
+	require.EqualValues(t, 32, f.b.stats.form(codec.TagPool).Load())
+
+	left := 5
+	_, err = f.b.Deepen(func() bool { left--; return left < 0 })
+	require.ErrorIs(t, err, ErrStopped)
+	require.True(t, f.b.StalePages())
+	p.verify(t, f.b)
+	_, err = f.b.Deepen(nil)
+	require.NoError(t, err)
+	require.False(t, f.b.StalePages())
+	require.Zero(t, f.b.stats.form(codec.TagPool).Load())
+	p.verify(t, f.b)
+	f.verifyBackend(t)
+	f.gateAll(t)
+}
+
 func TestSharedPagesOutliveThePool(t *testing.T) {
 	f, p := shared(t, 32, DefaultOptions())
 	p.disconnect()

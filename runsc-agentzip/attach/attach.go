@@ -49,6 +49,9 @@ const (
 // connection, whose Hello was sent, is the only file.
 type Args struct {
 	urpc.FilePayload
+	// Domain and Template are what the Hello says. The sandbox refuses a
+	// connection that is not for its own.
+	Domain, Template string
 }
 
 // Started implements sandbox.AgentzipStarted.
@@ -87,6 +90,7 @@ func start(conf *config.Config, s *sandbox.Sandbox, image sandbox.AgentzipImage)
 	r := Registration{Root: root, Greeting: wire.Greeting{
 		Version:  wire.Version,
 		Name:     s.ID,
+		Sandbox:  s.ID + " below " + root,
 		Domain:   conf.AgentzipDomain,
 		Template: image.Digest,
 	}}
@@ -97,6 +101,8 @@ func start(conf *config.Config, s *sandbox.Sandbox, image sandbox.AgentzipImage)
 	}
 	// First, so that a pool that starts now attaches it if this fails.
 	if err := r.Write(conf.AgentzipPool); err != nil {
+		// There may be one of an earlier sandbox with this ID.
+		_ = os.Remove(r.path(conf.AgentzipPool))
 		return err
 	}
 	conn, err := connect(conf.AgentzipPool, &r.Greeting)
@@ -107,12 +113,14 @@ func start(conf *config.Config, s *sandbox.Sandbox, image sandbox.AgentzipImage)
 		return explain(conf.AgentzipPool, err)
 	}
 	defer conn.Close()
-	return Donate(s, conn)
+	return Donate(s, conn, &r.Greeting)
 }
 
-// Donate gives a connection to a sandbox. The caller keeps its own copy.
-func Donate(s *sandbox.Sandbox, conn *os.File) error {
-	if err := s.Call("Agentzip.Attach", &Args{urpc.FilePayload{Files: []*os.File{conn}}}, nil); err != nil {
+// Donate gives a connection, whose greeting was g, to a sandbox. The caller keeps
+// its own copy.
+func Donate(s *sandbox.Sandbox, conn *os.File, g *wire.Greeting) error {
+	args := &Args{FilePayload: urpc.FilePayload{Files: []*os.File{conn}}, Domain: g.Domain, Template: g.Template}
+	if err := s.Call("Agentzip.Attach", args, nil); err != nil {
 		return fmt.Errorf("handing the connection over: %w", err)
 	}
 	return nil
@@ -248,7 +256,7 @@ func startPool(socket string, g *wire.Greeting) (*os.File, error) {
 	if err := sandbox.SetCloExeOnAllFDs(); err != nil {
 		return nil, fmt.Errorf("starting a pool: %w", err)
 	}
-	cmd := exec.Command(specutils.ExePath, "agentzip", "pool", "serve", "--socket="+socket, fmt.Sprintf("--idle-exit=%v", IdleExit))
+	cmd := exec.Command(specutils.ExePath, "agentzip", "pool", "serve", "--socket="+socket, fmt.Sprintf("--idle-exit=%v", IdleExit), fmt.Sprintf("--max-bytes=%d", onDemandBytes()))
 	cmd.Args[0] = "runsc-agentzip"
 	cmd.Dir = "/"
 	cmd.Stderr = out
@@ -268,6 +276,16 @@ func startPool(socket string, g *wire.Greeting) (*os.File, error) {
 			return nil, fmt.Errorf("the pool that was started does not answer after %v: %s says why", startTimeout, name)
 		}
 	}
+}
+
+// onDemandBytes limits a pool that nobody has configured, to a quarter of the
+// host's memory.
+func onDemandBytes() uint64 {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 4 << 30
+	}
+	return info.Totalram * uint64(info.Unit) / 4
 }
 
 // MakeParent makes the folder that the socket is to be in, for root only.

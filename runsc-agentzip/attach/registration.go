@@ -69,8 +69,11 @@ func (r *Registration) Write(socket string) error {
 	return nil
 }
 
-// Remove removes the registration.
+// Remove removes the registration, unless it has been replaced by another.
 func (r *Registration) Remove(socket string) error {
+	if now, err := readRegistration(r.path(socket)); err == nil && *now != *r {
+		return nil
+	}
 	err := os.Remove(r.path(socket))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -483,7 +483,7 @@ func (d *daemon) attach(r *attach.Registration) error {
 	if err := d.srv.Attach(fds[0], &r.Greeting); err != nil {
 		return fmt.Errorf("sandbox %s below %s: %w", r.Name, r.Root, err)
 	}
-	if err := attach.Donate(c.Sandbox, conn); err != nil {
+	if err := attach.Donate(c.Sandbox, conn, &r.Greeting); err != nil {
 		return fmt.Errorf("sandbox %s below %s: %w", r.Name, r.Root, err)
 	}
 	d.log.Printf("attached sandbox %s below %s", r.Name, r.Root)

@@ -35,7 +35,8 @@ var process struct {
 	stderr      int
 	background  background
 	// pool is this end of the page pool, or nil without pool or domain.
-	pool *pacer
+	pool   *pacer
+	domain string
 
 	// mu protects what follows. It is a leaf.
 	mu sync.Mutex
@@ -79,6 +80,7 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 	}
 	process.background = startBackground()
 	if conf.AgentzipPool != "" && conf.AgentzipDomain != "" {
+		process.domain = conf.AgentzipDomain
 		process.pool = newPacer(client.New(client.Options{Log: log.Infof}))
 	}
 	process.backends = make(map[*pgalloc.MemoryFile]*backend)

@@ -208,6 +208,9 @@ func (d *driver) run() {
 			}
 			if late {
 				work(stop)
+				if d.b.StalePages() {
+					quiet.deepened, quiet.deepenedAll = false, false
+				}
 			}
 		}
 		if retry {

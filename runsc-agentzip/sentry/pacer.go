@@ -18,6 +18,8 @@ const (
 	// publishPause is how long the pool has to take them, which is about what it
 	// needs to encode so many.
 	publishPause = 2 * time.Millisecond
+	// maxPublishPause is how long it is left alone if it takes none.
+	maxPublishPause = 250 * time.Millisecond
 	// stalePause is how long to wait before stale pages are looked for again
 	// that were not found, which takes 10 us for each; it doubles up to
 	// maxStalePause.
@@ -48,6 +50,13 @@ type pacer struct {
 	published, similar []memfile.PoolPlace
 	// full is set when the socket did not take a page, until begin.
 	full bool
+	// took is set when it took one since begin, and pause is how long to wait
+	// before the next is offered to it: longer and longer while it takes none.
+	took  bool
+	pause time.Duration
+	// forgotten is how many segments had gone away when stale pages were last
+	// looked for.
+	forgotten uint64
 	// stale is set if there may be stale pages. They are looked for next at
 	// staleAt, and then after stalePause.
 	stale      bool
@@ -89,8 +98,9 @@ func (p *pacer) collect() {
 			p.key, p.want, p.published, p.similar = w.Key, nil, nil, nil
 			p.stale = false
 		}
-		if w.Stale != p.stale {
+		if n := p.Client.Forgotten(); w.Stale != p.stale || n != p.forgotten {
 			p.stale, p.staleAt, p.stalePause = w.Stale, time.Now(), stalePause
+			p.forgotten = n
 		}
 		p.keep(w.Want...)
 		p.published = p.keepPlaces(p.published, w.Published)
@@ -126,7 +136,12 @@ func (p *pacer) keep(pages ...wire.Page) {
 func (p *pacer) begin() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.full = false
+	if p.full && !p.took {
+		p.pause = min(2*p.pause, maxPublishPause)
+	} else {
+		p.pause = publishPause
+	}
+	p.full, p.took = false, false
 }
 
 // backlog returns a channel that is ready when it is time to go on with what is
@@ -138,7 +153,7 @@ func (p *pacer) backlog() <-chan time.Time {
 	case p.key != p.Client.Key():
 		return nil
 	case len(p.want)+len(p.published)+len(p.similar) != 0:
-		return time.After(publishPause)
+		return time.After(max(p.pause, publishPause))
 	case p.stale:
 		return time.After(time.Until(p.staleAt))
 	}
@@ -176,11 +191,13 @@ func split[T any](q []T) (rest, part []T) {
 
 // Publish implements memfile.Pool.Publish.
 func (p *pacer) Publish(key *wire.Key, h *wire.Hash, page, tpl uint32, content *codec.Page) bool {
-	if p.Client.Publish(key, h, page, tpl, content) {
-		return true
-	}
+	ok := p.Client.Publish(key, h, page, tpl, content)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if ok {
+		p.took = true
+		return true
+	}
 	if key == p.key {
 		p.full = true
 		p.keep(wire.Page{Hash: *h, Cookie: page})

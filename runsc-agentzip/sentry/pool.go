@@ -39,6 +39,14 @@ func (a *Agentzip) Attach(args *attach.Args, _ *struct{}) error {
 	if len(args.Files) != 1 {
 		return fmt.Errorf("attaching to the pool with %d files, want 1", len(args.Files))
 	}
+	// Whoever attaches may know this sandbox by an ID that was another's.
+	digest := ""
+	if a.d.template != nil {
+		digest = a.d.template.String()
+	}
+	if args.Domain != process.domain || args.Template != digest {
+		return fmt.Errorf("the connection to the pool is for domain %q and template %q, this sandbox has %q and %q", args.Domain, args.Template, process.domain, digest)
+	}
 	// The control server closes the file when the call returns.
 	fd, err := unix.Dup(int(args.Files[0].Fd()))
 	if err != nil {

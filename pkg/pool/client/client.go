@@ -31,6 +31,9 @@ type Client struct {
 	// key is the live connection's, or nil. It is written with mu held.
 	key atomic.Pointer[wire.Key]
 
+	// forgotten counts segments that went away.
+	forgotten atomic.Uint64
+
 	closeOnce sync.Once
 	// done is closed when the receiver has ended.
 	done chan struct{}
@@ -245,6 +248,9 @@ func (c *Client) State() State {
 	s.Connected, s.Segments, s.StaleSegments = c.live, c.open, c.stale
 	return s
 }
+
+// Forgotten is how many segments have gone away so far.
+func (c *Client) Forgotten() uint64 { return c.forgotten.Load() }
 
 // Key implements memfile.Pool.
 func (c *Client) Key() *wire.Key { return c.key.Load() }

@@ -291,6 +291,7 @@ func (c *Client) addSegment(server uint32, fd int) error {
 // Preconditions: c.mu is held, and released by c.unlock.
 func (c *Client) forget(s *segment) {
 	s.gone = true
+	c.forgotten.Add(1)
 	delete(c.byNumber, s.server)
 	if s.total > 0 {
 		c.stale++

@@ -12,6 +12,10 @@ const (
 	// grace is how long a page is kept for its first reference even if there
 	// is no room.
 	grace = 1 * second
+	// moveTime is how long a page that was moved is kept for those that have a
+	// reference to its old place: a sandbox may work for some time before it
+	// looks.
+	moveTime = 120 * second
 	// encoderIdle is how long the encoder is kept without use.
 	encoderIdle = 10 * second
 )
@@ -167,7 +171,7 @@ func (d *domain) rewrite(g *segment, since, now stamp) {
 		// record get the time to take it even if the host has no room.
 		last := g.recs[i].last
 		if g.recs[i].refs > 0 {
-			last = now + d.s.keep
+			last = now + max(d.s.keep, moveTime)
 		}
 		to, b, err := d.room(g.size(i), last)
 		if err != nil {

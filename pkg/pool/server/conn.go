@@ -35,6 +35,7 @@ var (
 	errSlow       = errors.New("it does not receive what it is sent")
 	errViolations = fmt.Errorf("more than %d violations of the protocol", maxViolations)
 	errClosed     = errors.New("the pool is closed")
+	errReplaced   = errors.New("the sandbox has another connection")
 )
 
 // A transport carries messages.
@@ -144,6 +145,8 @@ type conn struct {
 	// id is unique in the pool, and not refused.
 	id   uint32
 	name string
+	// sandbox is which one it is, or empty.
+	sandbox string
 	// d is the domain; it does not change after join.
 	d *domain
 
@@ -161,8 +164,10 @@ type conn struct {
 	// since partAt.
 	part    []byte
 	partial bool
-	total   int
-	partAt  stamp
+	// skip is how much is still to come of patterns that are ignored.
+	skip   int
+	total  int
+	partAt stamp
 	// sharedAt is when its usage was last computed, if shared is set.
 	shared   bool
 	sharedAt stamp
@@ -329,5 +334,5 @@ func (c *conn) message(b []byte, fd int) error {
 // ordinary tells whether err is the usual end of a connection.
 func ordinary(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) ||
-		errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed) || errors.Is(err, errClosed)
+		errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed) || errors.Is(err, errClosed) || errors.Is(err, errReplaced)
 }

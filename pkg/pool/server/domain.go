@@ -801,6 +801,10 @@ func (d *domain) pattern(c *conn, m *wire.Message) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	total := int(m.Arg)
+	if c.skip > 0 {
+		c.skip = max(0, c.skip-len(m.Body))
+		return
+	}
 	if total == 0 || total > wire.MaxPatterns || len(m.Body) == 0 || len(c.part)+len(m.Body) > total || c.partial && total != c.total {
 		c.violations++
 		d.dropPart(c)
@@ -810,6 +814,7 @@ func (d *domain) pattern(c *conn, m *wire.Message) {
 		// Whoever finds no place now sends others later.
 		if d.parts >= maxPatternsParts && len(m.Body) < total {
 			d.counts.Ignored++
+			c.skip = total - len(m.Body)
 			return
 		}
 		c.partial, c.total, c.partAt = true, total, d.s.now()

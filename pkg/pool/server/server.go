@@ -117,7 +117,9 @@ type Server struct {
 	greeting map[*socket]struct{}
 	conns    map[*conn]struct{}
 	domains  map[domainID]*domain
-	lastConn uint32
+	// sandboxes has the connection of each sandbox that says which it is.
+	sandboxes map[string]*conn
+	lastConn  uint32
 	// past has what freed domains have counted.
 	past Counts
 }
@@ -147,6 +149,7 @@ func newServer(o Options, now func() stamp) *Server {
 		greeting:  map[*socket]struct{}{},
 		conns:     map[*conn]struct{}{},
 		domains:   map[domainID]*domain{},
+		sandboxes: map[string]*conn{},
 	}
 	s.turns.init()
 	return s
@@ -373,8 +376,8 @@ func check(g *wire.Greeting) error {
 	if _, err := hex.DecodeString(g.Template); err != nil || len(g.Template) > maxDigest {
 		return fmt.Errorf("the template's digest %.40q is not hexadecimal, or longer than %d characters", g.Template, maxDigest)
 	}
-	if len(g.Name) > maxName || len(g.TemplateDir) > maxDir {
-		return fmt.Errorf("name of %d bytes, template's folder of %d: want at most %d and %d", len(g.Name), len(g.TemplateDir), maxName, maxDir)
+	if len(g.Name) > maxName || len(g.TemplateDir) > maxDir || len(g.Sandbox) > maxDir {
+		return fmt.Errorf("name of %d bytes, template's folder of %d, sandbox of %d: want at most %d, %d and %d", len(g.Name), len(g.TemplateDir), len(g.Sandbox), maxName, maxDir, maxDir)
 	}
 	return nil
 }
@@ -415,8 +418,16 @@ func (s *Server) newConn(tr transport, g *wire.Greeting) (*conn, error) {
 	if s.lastConn++; s.lastConn == refused {
 		s.lastConn++
 	}
-	c := &conn{s: s, tr: tr, id: s.lastConn, name: g.Name, refs: map[uint64]refGroup{}}
+	c := &conn{s: s, tr: tr, id: s.lastConn, name: g.Name, sandbox: g.Sandbox, refs: map[uint64]refGroup{}}
 	s.conns[c] = struct{}{}
+	if c.sandbox != "" {
+		// One connection each: otherwise a sandbox that is attached again and
+		// again could be its own sibling.
+		if old := s.sandboxes[c.sandbox]; old != nil {
+			old.close(errReplaced)
+		}
+		s.sandboxes[c.sandbox] = c
+	}
 	s.wg.Add(1)
 	d.join(c, g)
 	return c, nil
@@ -435,6 +446,9 @@ func (s *Server) leave(c *conn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.conns, c)
+	if s.sandboxes[c.sandbox] == c {
+		delete(s.sandboxes, c.sandbox)
+	}
 }
 
 // kick sees to it that there is a maintenance soon.

@@ -1051,3 +1051,35 @@ func checkDomain(t require.TestingT, d *domain) {
 	}
 	require.Equal(t, parts, d.parts)
 }
+
+// TestOneConnectionEach attaches a sandbox again, and asks whether it can be its
+// own sibling.
+func TestOneConnectionEach(t *testing.T) {
+	s := New(Options{})
+	defer s.Close()
+	g := greeting("a")
+	g.Sandbox = "one"
+	first := attach(t, s, g)
+	second := attach(t, s, g)
+	first.ended()
+	awaitStats(t, s, func(u *Usage) bool { return u.Clients == 1 })
+	// In another domain, too.
+	other := greeting("b")
+	other.Sandbox = "one"
+	third := attach(t, s, other)
+	second.ended()
+	awaitStats(t, s, func(u *Usage) bool { return u.Clients == 1 })
+	third.close()
+	awaitStats(t, s, func(u *Usage) bool { return u.Clients == 0 })
+	s.mu.Lock()
+	require.Empty(t, s.sandboxes)
+	s.mu.Unlock()
+
+	// Others are not concerned.
+	two := greeting("a")
+	two.Sandbox = "two"
+	a, b := attach(t, s, g), attach(t, s, two)
+	defer a.close()
+	defer b.close()
+	awaitStats(t, s, func(u *Usage) bool { return u.Clients == 2 })
+}

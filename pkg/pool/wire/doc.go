@@ -25,7 +25,7 @@
 //   - language servers in the template: 1.5 % have a twin (0.3 of 12.9 MB). For what
 //     is similar the template's page at the same place is the better base.
 //
-// Half of the first figures and more is the pool's own share, with so few siblings.
+// Two or three siblings have such a page, so that half of this or less is gained.
 //
 // # Who trusts whom
 //

@@ -159,6 +159,9 @@ type Greeting struct {
 	Version int `json:"version"`
 	// Name is the sandbox's, for people.
 	Name string `json:"name"`
+	// Sandbox tells the sandbox from all others of the host. A connection
+	// replaces an earlier one of the same sandbox. It may be empty in tests.
+	Sandbox string `json:"sandbox,omitempty"`
 	// Domain is the tenant's key, 1 to MaxDomain bytes.
 	Domain string `json:"domain"`
 	// Template is the digest of the sandbox's template in hexadecimal, and
