@@ -309,7 +309,7 @@ func (b *Backend) Decommit(start, end uint64) {
 
 // drop makes the pages in [start, end) resident; of their flags, keep stay.
 func (b *Backend) drop(start, end uint64, keep word) {
-	if b.nonResident.Load() == 0 && !b.havePinned.Load() {
+	if b.nonResident.Load() == 0 && b.stats.kept.Load() == 0 && !b.havePinned.Load() {
 		return
 	}
 	b.frees.open()
@@ -330,7 +330,8 @@ func (b *Backend) drop(start, end uint64, keep word) {
 				p++
 				continue
 			}
-			// Pinned or tmapped: a page that is freed is neither.
+			// Pinned, tmapped or with a kept form: a page that is freed is
+			// none of these.
 		case candidate, raw, evicted:
 		default:
 			b.badWord(p, w)
@@ -339,8 +340,11 @@ func (b *Backend) drop(start, end uint64, keep word) {
 			continue
 		}
 		switch w & stateMask {
+		case resident:
+			b.forgetKept(w)
 		case candidate:
 			b.nonResident.Add(-1)
+			b.forgetKept(w)
 		case raw:
 			b.nonResident.Add(-1)
 			b.stats.raw.Add(-1)
@@ -373,7 +377,9 @@ func (b *Backend) Pin(start, end uint64) error {
 			}
 			continue
 		}
-		if w&pinned != 0 || atomic.CompareAndSwapUint64(at, w, w|pinned) {
+		if w&pinned != 0 {
+			p++
+		} else if b.replaceKept(at, w, w&^formMask|pinned) {
 			p++
 		}
 	}

@@ -58,6 +58,10 @@
 // what a store holds beyond its blobs' slots is then less than one slab, 4 to
 // 32 KiB, per class.
 //
+// A page that is restored keeps its form until the next eviction, which uses it
+// again if it still is that of the page: see kept.go. So a word in the resident
+// or the candidate state may have a form, too.
+//
 // # Templates
 //
 // A file loaded from an uncompressed checkpoint begins with evicted pages whose

@@ -21,8 +21,9 @@ type encoder struct {
 	in   [batchPages * PageSize]byte
 	base [batchPages * PageSize]byte
 	out  [codec.MaxEncoded]byte
-	word [batchPages]word
-
+	// word has what the pages of a batch become, old what those were that are
+	// committing.
+	word, old [batchPages]word
 	// alt and spare are for forms that compete with the one in out.
 	alt, spare []byte
 
@@ -185,7 +186,7 @@ func (b *Backend) mark() (marked []Range, n uint64, err error) {
 				b.table.use(p)
 				at := b.table.at(p)
 				w := atomic.LoadUint64(at)
-				if w&^tmapped != resident || !atomic.CompareAndSwapUint64(at, w, candidate|w&tmapped) {
+				if w&(stateMask|pinned) != resident || !atomic.CompareAndSwapUint64(at, w, w|candidate) {
 					skipped++
 					continue
 				}
@@ -326,11 +327,14 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 	same := uint64(0)
 	defer func() { b.stats.codec[codec.TagTemplate].add(codec.Count{Tries: same, Wins: same}) }()
 	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
-	// or 0.
+	// or 0. A bit in reused says that it is the form that was kept, and that the
+	// page is committing already.
+	reused := uint64(0)
 	for i := range n {
 		e.word[i] = 0
 		at := b.table.at(first + uint64(i))
-		if atomic.LoadUint64(at)&stateMask != candidate {
+		old := atomic.LoadUint64(at)
+		if old&stateMask != candidate {
 			continue
 		}
 		page := (*codec.Page)(in[i*PageSize:])
@@ -342,6 +346,17 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 				e.word[i] = evictedWord(codec.TagTemplate, 0)
 				continue
 			}
+		}
+		if handleOf(old) != 0 {
+			if !b.commit(e, first, i) {
+				continue
+			}
+			if b.isKept(page, first+uint64(i), old) {
+				reused |= 1 << i
+				e.word[i] = evicted | old&formMask
+				continue
+			}
+			b.uncommit(e, first, i)
 		}
 		hash, w := b.shareEvicted(e, &input, first+uint64(i))
 		if w != 0 {
@@ -365,6 +380,9 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			continue
 		}
 		h, err := b.put(codec.Sum(page), first+uint64(i), tag, baseRef{}, e.out[:size])
+		if err != nil && b.dropKept() != 0 {
+			h, err = b.put(codec.Sum(page), first+uint64(i), tag, baseRef{}, e.out[:size])
+		}
 		if err != nil {
 			// Not raw: the next eviction may find room.
 			b.stats.rejects[rejectStore].Add(1)
@@ -377,14 +395,17 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 	}
 
 	// Commit runs of pages that are still candidates.
+	commit := func(i int) bool {
+		return e.word[i] != 0 && (reused>>i&1 != 0 || b.commit(e, first, i))
+	}
 	for i := 0; i < n; {
-		if e.word[i] == 0 || !b.commit(first+uint64(i)) {
+		if !commit(i) {
 			b.discard(e.word[i])
 			i++
 			continue
 		}
 		j := i + 1
-		for j < n && e.word[j] != 0 && b.commit(first+uint64(j)) {
+		for j < n && commit(j) {
 			j++
 		}
 		lo, hi := first+uint64(i), first+uint64(j)
@@ -395,19 +416,30 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		for k := i; k < j; k++ {
 			at := b.table.at(first + uint64(k))
 			if intact {
-				atomic.StoreUint64(at, candidate)
-				b.discard(e.word[k])
+				atomic.StoreUint64(at, e.old[k])
+				if reused>>k&1 == 0 {
+					b.discard(e.word[k])
+				}
 				continue
 			}
 			b.stats.form(tagOf(e.word[k])).Add(1)
 			atomic.StoreUint64(at, e.word[k])
+			if reused>>k&1 != 0 {
+				b.stats.kept.Add(-1)
+			} else {
+				b.forgetKept(e.old[k])
+			}
 			done++
 		}
 		b.waiters.wake(lo, hi)
 		if perr != nil {
-			// Page j may have been claimed by nobody: only [i, j) is.
+			// Of the pages from j on, only those with reused forms are claimed.
 			for k := j; k < n; k++ {
-				b.discard(e.word[k])
+				if reused>>k&1 != 0 {
+					b.uncommit(e, first, k)
+				} else {
+					b.discard(e.word[k])
+				}
 			}
 			b.stats.evictedTotal.Add(done)
 			return done, rejected, fmt.Errorf("freeing memory file offsets %#x-%#x: %w", lo<<pageShift, hi<<pageShift, perr)
@@ -418,12 +450,21 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 	return done, rejected, nil
 }
 
-// commit makes a candidate committing. Whatever an application had mapped of
-// the page was unmapped by EndAccess, so the page is no longer tmapped.
-func (b *Backend) commit(page uint64) bool {
-	at := b.table.at(page)
+// commit makes page i of the batch from first on committing if it is a candidate.
+// Whatever an application had mapped of the page was unmapped by EndAccess, so the
+// page is no longer tmapped.
+func (b *Backend) commit(e *encoder, first uint64, i int) bool {
+	at := b.table.at(first + uint64(i))
 	w := atomic.LoadUint64(at)
+	e.old[i] = w &^ tmapped
 	return w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, committing)
+}
+
+// uncommit makes it a candidate again.
+func (b *Backend) uncommit(e *encoder, first uint64, i int) {
+	p := first + uint64(i)
+	atomic.StoreUint64(b.table.at(p), e.old[i])
+	b.waiters.wake(p, p+1)
 }
 
 // isIntact tells whether the file has content at off.
@@ -437,7 +478,7 @@ func (b *Backend) isIntact(content []byte, off uint64) bool {
 func (b *Backend) rejectPage(at *word) uint64 {
 	b.stats.raw.Add(1)
 	w := atomic.LoadUint64(at)
-	if w&stateMask != candidate || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|raw) {
+	if w&stateMask != candidate || !b.replaceKept(at, w, w&^(stateMask|formMask)|raw) {
 		b.stats.raw.Add(-1)
 		return 0
 	}
@@ -456,8 +497,8 @@ const checkMax = 100
 
 // Check decodes and verifies every evicted page, verifies that every blob in
 // the store belongs to exactly one page or is a root of others, that references
-// are counted right, and that counters agree with the page table. The sandbox keeps running; a page under check delays its access by a
-// decode.
+// are counted right, and that counters agree with the page table. The sandbox keeps
+// running; a page under check delays its access by a decode.
 func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
@@ -504,7 +545,7 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	// disturbed it, and given up under load.
 	for try := 0; ; try++ {
 		gen, quiet := b.frees.begin()
-		var stored int64
+		var stored, kept int64
 		var refs map[arena.Handle]rootRefs
 		if quiet {
 			refs = b.rootRefs()
@@ -516,11 +557,13 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 				b.table.visit(func(first, end uint64) bool {
 					for p := first; p < end; p++ {
 						w := atomic.LoadUint64(b.table.at(p))
-						if s := w & stateMask; s != evicted && s != busy {
-							continue
+						h := handleOf(w)
+						if s := w & stateMask; s == evicted || s == busy {
+							stored++
+						} else if h != 0 {
+							kept++
 						}
-						stored++
-						if h := handleOf(w); h != 0 {
+						if h != 0 {
 							if r, ok := refs[h]; ok {
 								r.owners++
 								refs[h] = r
@@ -539,7 +582,7 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 				}
 			})
 		}
-		counted, gated := int64(b.stats.evictedPages()), b.nonResident.Load()
+		counted, countedKept, gated := int64(b.stats.evictedPages()), b.stats.kept.Load(), b.nonResident.Load()
 		if quiet && b.frees.undisturbed(gen) {
 			if err != nil {
 				problem("%v", err)
@@ -547,6 +590,9 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 			b.checkRoots(refs, problem)
 			if counted != stored {
 				problem("%d pages are evicted, counted %d", stored, counted)
+			}
+			if countedKept != kept {
+				problem("%d pages in the file have kept their form, counted %d", kept, countedKept)
 			}
 			if gated < stored {
 				problem("%d pages are evicted, only %d are gated", stored, gated)
@@ -569,7 +615,7 @@ func (b *Backend) rootRefs() map[arena.Handle]rootRefs {
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
 			w := atomic.LoadUint64(b.table.at(p))
-			if st := w & stateMask; st != evicted && st != busy || handleOf(w) == 0 || !hasBase(tagOf(w)) {
+			if handleOf(w) == 0 || !hasBase(tagOf(w)) {
 				continue
 			}
 			if s, err := b.parse(handleOf(w)); err == nil && s.base.kind == baseRoot {
@@ -607,7 +653,7 @@ func (b *Backend) checkRoots(refs map[arena.Handle]rootRefs, problem func(string
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
 			w := atomic.LoadUint64(b.table.at(p))
-			if w&stateMask != evicted || handleOf(w) == 0 {
+			if handleOf(w) == 0 {
 				continue
 			}
 			if _, ok := refs[handleOf(w)]; ok {

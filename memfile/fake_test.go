@@ -1016,6 +1016,7 @@ func (h *fakeHost) verifyBackend(tb tester) {
 	b := h.backend
 	states, tags := map[word]int64{}, map[int]int64{}
 	var blobs uint64
+	var kept int64
 	for p := uint64(0); p < b.table.pages(); p++ {
 		c := b.table.load()[p/tableChunk]
 		if g := p % tableChunk / groupPages; c.used[g/64].Load()>>(g%64)&1 == 0 {
@@ -1026,8 +1027,13 @@ func (h *fakeHost) verifyBackend(tb tester) {
 		states[w&stateMask]++
 		if w&stateMask == evicted {
 			tags[int(tagOf(w))]++
-			if handleOf(w) != 0 {
-				blobs++
+		}
+		if handleOf(w) != 0 {
+			blobs++
+			if w&stateMask == resident {
+				kept++
+			} else if w&stateMask != evicted {
+				tb.Errorf("page %#x is %s and has a form", p<<pageShift, stateNames[w&stateMask])
 			}
 		}
 	}
@@ -1047,6 +1053,7 @@ func (h *fakeHost) verifyBackend(tb tester) {
 		always = 1
 	}
 	equal("nonResident", b.nonResident.Load(), states[raw]+states[evicted]+always)
+	equal("kept", b.stats.kept.Load(), kept)
 	equal("raw", b.stats.raw.Load(), states[raw])
 	for i := range b.stats.forms {
 		equal(fmt.Sprintf("pages in form %d", i), b.stats.forms[i].Load(), tags[i])

@@ -119,9 +119,16 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 func (b *Backend) finish(page uint64, w word) {
 	b.frees.open()
 	defer b.frees.close()
+	b.stats.restored.Add(1)
+	if b.keepable(w) {
+		b.stats.kept.Add(1)
+		b.stats.form(tagOf(w)).Add(-1)
+		atomic.StoreUint64(b.table.at(page), resident|w&(tmapped|formMask))
+		b.nonResident.Add(-1)
+		return
+	}
 	atomic.StoreUint64(b.table.at(page), resident|w&tmapped)
 	b.nonResident.Add(-1)
-	b.stats.restored.Add(1)
 	b.forget(w)
 }
 

@@ -71,7 +71,10 @@ func TestRootOutlivesItsPage(t *testing.T) {
 		f.verifyBackend(t)
 	}
 	leave := map[string]func(*fixture, *testing.T, uint64){
-		"restored": func(f *fixture, t *testing.T, p uint64) { f.gateOne(t, p) },
+		"restored": func(f *fixture, t *testing.T, p uint64) {
+			f.gateOne(t, p)
+			f.dropKept()
+		},
 		"dropped": func(f *fixture, t *testing.T, p uint64) {
 			f.b.Drop(p<<pageShift, (p+1)<<pageShift)
 			f.model[p-f.lo].is = version{}
@@ -90,6 +93,7 @@ func TestRootOutlivesItsPage(t *testing.T) {
 			}
 			orphans(t, f, 1)
 			f.gateOne(t, deps[0])
+			f.dropKept()
 			orphans(t, f, 0)
 			f.verifyAll(t)
 

@@ -309,9 +309,11 @@ func shared(tb tester, n uint64, opts Options) (*fixture, *fakePool) {
 	return nil, nil
 }
 
+// gateAll restores all pages and makes them forget how they were stored.
 func (f *fixture) gateAll(tb tester) {
 	tb.Helper()
 	f.r.pages(func(p uint64) { f.gateOne(tb, p) })
+	f.dropKept()
 }
 
 func TestShared(t *testing.T) {

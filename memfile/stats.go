@@ -33,6 +33,8 @@ func rejectName(i int) string {
 type counters struct {
 	forms [codec.NumTags]atomic.Int64
 	raw   atomic.Int64
+	// kept are the pages in the file that have kept their form.
+	kept atomic.Int64
 
 	demand, prefetched, saved, aborted atomic.Uint64
 	evictedTotal, restored, dropped    atomic.Uint64
@@ -48,6 +50,7 @@ type counters struct {
 	moved atomic.Uint64
 
 	codec  [codec.NumTags]stageCount
+	reuse  stageCount
 	stages [numStages]stageCount
 }
 
@@ -202,6 +205,7 @@ func (b *Backend) Stats() control.Stats {
 	for tag := range b.stats.codec {
 		stage(codec.Tag(tag).String(), &b.stats.codec[tag])
 	}
+	stage("kept", &b.stats.reuse)
 	for i := range b.stats.stages {
 		stage(stageNames[i], &b.stats.stages[i])
 	}

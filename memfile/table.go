@@ -23,6 +23,9 @@ const pageShift = 12
 //	bit  5     deep: the stored form is as small as it gets
 //	bits 8-15  codec.Tag of the stored form
 //	bits 16-55 arena.Handle of the blob, 0 if the form needs none
+//
+// A page in the file that has a handle keeps the form that it was stored in when
+// it was last evicted: see kept.go.
 type word = uint64
 
 const (
@@ -41,6 +44,9 @@ const (
 	tagShift    = 8
 	handleShift = 16
 	handleMask  = 1<<40 - 1
+
+	// formMask is what says how a page is stored.
+	formMask word = deep | 0xff<<tagShift | handleMask<<handleShift
 )
 
 var stateNames = [8]string{"resident", "candidate", "raw", "committing", "evicted", "busy", "invalid", "invalid"}
