@@ -63,6 +63,11 @@ type Options struct {
 	// together: a power of two, at least PageSize.
 	MapUnit uint64
 
+	// CopyUnit is how many bytes around the first write to a page of the template
+	// become the application's own: a power of two, at least PageSize. It has no
+	// effect beyond MapUnit.
+	CopyUnit uint64
+
 	// Workers is how many goroutines encode during an eviction.
 	Workers int
 
@@ -89,6 +94,7 @@ type Options struct {
 func DefaultOptions() Options {
 	return Options{
 		MapUnit:         64 << 10,
+		CopyUnit:        64 << 10,
 		Workers:         1,
 		Restorers:       8,
 		AccessTimeout:   100 * time.Millisecond,
@@ -177,6 +183,9 @@ type Backend struct {
 func New(host Host, opts Options) (*Backend, error) {
 	if opts.MapUnit < PageSize || opts.MapUnit&(opts.MapUnit-1) != 0 {
 		return nil, fmt.Errorf("memfile: map unit of %d bytes: must be a power of two, at least %d", opts.MapUnit, PageSize)
+	}
+	if opts.CopyUnit < PageSize || opts.CopyUnit&(opts.CopyUnit-1) != 0 {
+		return nil, fmt.Errorf("memfile: copy unit of %d bytes: must be a power of two, at least %d", opts.CopyUnit, PageSize)
 	}
 	if opts.Workers < 1 || opts.Restorers < 1 {
 		return nil, fmt.Errorf("memfile: %d workers and %d restorers: need at least one of each", opts.Workers, opts.Restorers)
@@ -411,7 +420,10 @@ func (b *Backend) Window(needStart, needEnd, limStart, limEnd uint64) (uint64, u
 // Unit returns the map unit around the bytes [needStart, needEnd), limited to
 // [limStart, limEnd).
 func (b *Backend) Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
-	unit := b.mapUnit()
+	return unitAround(b.mapUnit(), needStart, needEnd, limStart, limEnd)
+}
+
+func unitAround(unit, needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
 	start, end := max(needStart&^(unit-1), limStart), limEnd
 	if e := (needEnd + unit - 1) &^ (unit - 1); e >= needEnd && e < limEnd {
 		end = e
@@ -419,8 +431,8 @@ func (b *Backend) Unit(needStart, needEnd, limStart, limEnd uint64) (uint64, uin
 	return start, end
 }
 
-// maxStreak is by how many units a fault's own unit grows at most, 512 KiB.
-const maxStreak = 7
+// maxStreak is by how many bytes a fault's own unit grows at most.
+const maxStreak = 448 << 10
 
 // Refault is for a fault on the page at byte need. If the file lacks a page of
 // the map unit around it, it returns what to restore and map: the unit, and as
@@ -428,13 +440,15 @@ const maxStreak = 7
 // (or after it), since memory that is walked through costs a fault per unit.
 func (b *Backend) Refault(need, limStart, limEnd uint64) (start, end uint64, refault bool) {
 	start, end = b.Unit(need, need+PageSize, limStart, limEnd)
-	if !b.AnyEvicted(start, end) {
+	if atomic.LoadUint64(b.table.at(need>>pageShift))&stateMask == resident {
 		b.history.Used(need >> pageShift)
+	}
+	if !b.AnyEvicted(start, end) {
 		return start, end, false
 	}
 	// Pages of the template are cheaper to map from there, if they are reached
 	// at all.
-	start, end = b.grow(start, end, limStart, limEnd, false)
+	start, end = b.grow(b.mapUnit(), start, end, limStart, limEnd, false)
 	return start, end, true
 }
 
@@ -442,19 +456,21 @@ func (b *Backend) Refault(need, limStart, limEnd uint64) (start, end uint64, ref
 // the template's: it returns what to make the application's own. It grows like
 // Refault, and takes the template's pages with it.
 func (b *Backend) CopyUp(need, limStart, limEnd uint64) (start, end uint64) {
-	start, end = b.Unit(need, need+PageSize, limStart, limEnd)
-	return b.grow(start, end, limStart, limEnd, true)
+	b.history.Wrote(need >> pageShift)
+	unit := min(b.opts.CopyUnit, b.mapUnit())
+	start, end = unitAround(unit, need, need+PageSize, limStart, limEnd)
+	return b.grow(unit, start, end, limStart, limEnd, true)
 }
 
-// grow extends [start, end), one map unit, by as many units after it as are in
-// memory in a row before it, or else the other way round. It stops at pages of
-// the template unless these may be taken.
-func (b *Backend) grow(start, end, limStart, limEnd uint64, template bool) (uint64, uint64) {
-	unit := b.mapUnit()
+// grow extends [start, end), one unit, by as many units after it as are in memory in
+// a row before it, or else the other way round. It stops at pages of the template
+// unless these may be taken.
+func (b *Backend) grow(unit, start, end, limStart, limEnd uint64, template bool) (uint64, uint64) {
+	most := maxStreak / unit
 	word := func(off uint64) word { return atomic.LoadUint64(b.table.at(off >> pageShift)) }
 	inMemory := func(off uint64) bool { return word(off)&stateMask == resident }
 	n := uint64(0)
-	for s := start; n < maxStreak && s >= limStart+unit && inMemory(s-PageSize) && inMemory(s-unit); s -= unit {
+	for s := start; n < most && s >= limStart+unit && inMemory(s-PageSize) && inMemory(s-unit); s -= unit {
 		n++
 	}
 	if n > 0 {
@@ -463,7 +479,7 @@ func (b *Backend) grow(start, end, limStart, limEnd uint64, template bool) (uint
 		}
 		return start, end
 	}
-	for e := end; n < maxStreak && e+unit <= limEnd && inMemory(e) && inMemory(e+unit-PageSize); e += unit {
+	for e := end; n < most && e+unit <= limEnd && inMemory(e) && inMemory(e+unit-PageSize); e += unit {
 		n++
 	}
 	for ; n > 0 && start > limStart && (template || !isTemplate(word(start-PageSize))); n-- {

@@ -324,8 +324,13 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 
 	haveBase := b.readBases(e.base[:len(in)], first)
 
-	same := uint64(0)
-	defer func() { b.stats.codec[codec.TagTemplate].add(codec.Count{Tries: same, Wins: same}) }()
+	same, sameBits := uint64(0), uint64(0)
+	defer func() {
+		b.stats.codec[codec.TagTemplate].add(codec.Count{Tries: same, Wins: same})
+		if same != 0 {
+			b.history.Same(first, sameBits)
+		}
+	}()
 	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
 	// or 0. A bit in reused says that it is the form that was kept, and that the
 	// page is committing already.
@@ -343,6 +348,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			input.Base = (*codec.Page)(e.base[i*PageSize:])
 			if *page == *input.Base {
 				same++
+				sameBits |= 1 << i
 				e.word[i] = evictedWord(codec.TagTemplate, 0)
 				continue
 			}

@@ -629,7 +629,7 @@ func (s *space) fault(p uint64, write bool) bool {
 		if write && !pma.needCOW && b.TemplateBacked(need.Start) {
 			// mapFaultLocked
 			var r Range
-			r.Start, r.End = b.Unit(need.Start, need.End, pma.Start, pma.End)
+			r.Start, r.End = b.CopyUp(need.Start, pma.Start, pma.End)
 			mustContain(r, need, pma.Range)
 			s.templateMu.Lock()
 			defer s.templateMu.Unlock()
@@ -659,10 +659,66 @@ func (s *space) fault(p uint64, write bool) bool {
 			s.remap(r, mappedTemplate)
 			return true
 		}
+		if start, end, refault := b.Refault(need.Start, pma.Start, pma.End); refault {
+			mustContain(Range{start, end}, need, pma.Range)
+			s.templateMu.Unlock()
+			err := s.mapPieces(pma, Range{start, end})
+			s.templateMu.Lock()
+			return err == nil
+		}
 	}
 	win := s.h.window(need, pma.Range)
 	mustContain(win, need, pma.Range)
 	return s.mapFileLocked(pma, win) == nil
+}
+
+// mapPieces is the end of mapWindowLocked. The caller has mu locked.
+func (s *space) mapPieces(p pma, r Range) error {
+	b := s.h.backend
+	for r.Start < r.End {
+		end, template := b.Piece(r.Start, r.End)
+		piece := Range{r.Start, end}
+		if end <= r.Start || end > r.End {
+			panic(fmt.Sprintf("piece %x of %x", piece, r))
+		}
+		r.Start = end
+		s.h.delay()
+		if template {
+			s.templateMu.Lock()
+			off, ok := b.MapTemplate(piece.Start, piece.End)
+			if ok {
+				if want := s.h.template.pageOf(piece.Start >> pageShift); off>>pageShift != want {
+					panic(fmt.Sprintf("page %#x is template page %d, mapped from offset %#x", piece.Start, want, off))
+				}
+				s.h.delay()
+				s.remap(piece, mappedTemplate)
+			}
+			s.templateMu.Unlock()
+			if ok {
+				continue
+			}
+		}
+		if err := s.mapRestored(p, piece); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mapRestored is mapRestoredLocked. The caller has mu locked.
+func (s *space) mapRestored(p pma, r Range) error {
+	if err := s.h.gate(r); err != nil {
+		return err
+	}
+	s.templateMu.Lock()
+	defer s.templateMu.Unlock()
+	if err := s.mapFileLocked(p, r); err != nil {
+		return err
+	}
+	if !p.needCOW {
+		s.h.backend.ClearTemplateMapped(r.Start, r.End)
+	}
+	return nil
 }
 
 // mapFile maps a part of a pma. The caller has mu locked.

@@ -68,8 +68,13 @@ func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error
 	}
 	// Patterns of a sibling may know pages that this file does not have (yet).
 	pages := b.table.pages()
-	for _, run := range b.history.Predict(minFaults) {
+	isTemplate := func(p uint64) bool { return p < pages && isTemplate(atomic.LoadUint64(b.table.at(p))) }
+	runs := b.history.Predict(minFaults, isTemplate)
+	for i, run := range runs {
 		run.End = min(run.End, pages)
+		if i+1 < len(runs) && run.Map && runs[i+1].Map {
+			run.End = b.bridge(run.End, runs[i+1].First)
+		}
 		for p := run.First; p < run.End; {
 			if stop() {
 				return n, nil
@@ -96,13 +101,29 @@ func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error
 	return n, nil
 }
 
+// bridge returns next if there are so few pages of the template between the pages
+// end and next that it is better to copy them than to map what is on both sides
+// apart.
+func (b *Backend) bridge(end, next uint64) uint64 {
+	if next < end || next-end > pieceMin {
+		return end
+	}
+	for p := end; p < next; p++ {
+		if !isTemplate(atomic.LoadUint64(b.table.at(p))) {
+			return end
+		}
+	}
+	return next
+}
+
 // ImportPatterns takes over what a sibling's steps have taught: see
 // prefetch.History.Import.
 func (b *Backend) ImportPatterns(exported []byte, template prefetch.Digest) error {
 	return b.history.Import(exported, template)
 }
 
-// ExportPatterns returns what steps have taught so far, for siblings.
-func (b *Backend) ExportPatterns(template prefetch.Digest) []byte {
-	return b.history.Export(template)
+// ExportPatterns returns what steps have taught of late, for siblings, in at most
+// limit bytes.
+func (b *Backend) ExportPatterns(template prefetch.Digest, limit int) []byte {
+	return b.history.Export(template, limit)
 }

@@ -349,7 +349,7 @@ func TestPrefetchBeyondTheFile(t *testing.T) {
 	f := newFixture(t, 600, DefaultOptions())
 	f.kinds(2, 5)
 	f.evict(t)
-	require.NoError(t, f.b.ImportPatterns(learnt.Export(prefetch.Digest{1}), prefetch.Digest{1}))
+	require.NoError(t, f.b.ImportPatterns(learnt.Export(prefetch.Digest{1}, prefetch.ExportMax), prefetch.Digest{1}))
 	n, err := f.b.PrefetchNow(nil)
 	require.NoError(t, err)
 	require.Zero(t, n)

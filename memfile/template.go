@@ -202,6 +202,76 @@ func (b *Backend) TemplateWindow(need, limStart, limEnd uint64) (start, end, off
 	return first << pageShift, last << pageShift, (e.tpl + first - e.page) << pageShift, true
 }
 
+// pieceMin is up to how many neighbouring pages of the template are copied along
+// with pages on both sides: mapping them apart costs two calls into the
+// application's address space, some 30 us each, and copying a page 8 us.
+const pieceMin = 8
+
+// Piece is for a fault on one of the pages of [start, end). It returns the end of
+// the part from start on that should be mapped in the same way, and whether that is
+// from the template; if not, its pages are to be restored.
+func (b *Backend) Piece(start, end uint64) (pieceEnd uint64, template bool) {
+	if !b.mapTemplate {
+		return end, false
+	}
+	p, last := start>>pageShift, end>>pageShift
+	is := func(p uint64) bool { return isTemplate(atomic.LoadUint64(b.table.at(p))) }
+	// run is the end of the pages from p on that are the template's.
+	run := func(p uint64) uint64 {
+		e, ok := b.extentOf(p)
+		for ok && p < last && p < e.page+e.n && is(p) {
+			p++
+		}
+		return p
+	}
+	if q := run(p); q-p > pieceMin || q == last && q > p {
+		return q << pageShift, true
+	}
+	for p < last {
+		q := run(p)
+		if q-p > pieceMin {
+			break
+		}
+		p = q + 1
+	}
+	return min(p, last) << pageShift, false
+}
+
+// MapTemplate is TemplateWindow for exactly the pages in [start, end), if all of
+// them are the template's.
+func (b *Backend) MapTemplate(start, end uint64) (off uint64, ok bool) {
+	p, last := start>>pageShift, end>>pageShift
+	e, ok := b.extentOf(p)
+	if !b.mapTemplate || !ok || last > e.page+e.n {
+		return 0, false
+	}
+	for ; p < last; p++ {
+		if !b.setTemplateMapped(p) {
+			return 0, false
+		}
+	}
+	return (e.tpl + start>>pageShift - e.page) << pageShift, true
+}
+
+// ReadTemplate fills dst with the pages from byte start on, as far as they are the
+// template's and not in the file, and returns how many bytes that are. start and
+// the length of dst are multiples of PageSize.
+func (b *Backend) ReadTemplate(dst []byte, start uint64) (n uint64) {
+	p := start >> pageShift
+	e, ok := b.extentOf(p)
+	if !ok {
+		return 0
+	}
+	most := min(uint64(len(dst))>>pageShift, e.page+e.n-p)
+	for n < most && isTemplate(atomic.LoadUint64(b.table.at(p+n))) {
+		n++
+	}
+	if n == 0 || b.template.ReadPages(dst[:n<<pageShift], e.tpl+p-e.page) != nil {
+		return 0 // whether that is fatal is for the restore to say
+	}
+	return n << pageShift
+}
+
 func (b *Backend) setTemplateMapped(page uint64) bool {
 	at := b.table.at(page)
 	for {

@@ -18,20 +18,21 @@ import (
 //	    number uint64
 //	    order  uint32
 //	    pages  64 bytes, a bit for each
+//	    same   64 bytes, a bit for each that was left as the template has it
 //	checksum  uint64, XXH3 of all before it
 //
 // It is a cache: a reader that does not like it does without.
 const (
-	exportMagic = "AZWS\x00\x00\x00\x01"
+	exportMagic = "AZWS\x00\x00\x00\x02"
 
 	// File is what an export is called beside the template's files.
 	File = "prefetch.azws"
 
 	// exportGroups bounds the groups of one pattern, and groupNumbers their numbers:
-	// 16 and 128 GiB of memory file.
-	exportGroups = 1 << 13
+	// 8 and 128 GiB of memory file.
+	exportGroups = 1 << 12
 	groupNumbers = 1 << 16
-	groupSize    = 8 + 4 + 8*len(bitmap{})
+	groupSize    = 8 + 4 + 2*8*len(bitmap{})
 
 	// ExportMax is more than any export takes, in bytes.
 	ExportMax = 16 << 20
@@ -43,13 +44,21 @@ type Digest [32]byte
 // ErrNotForTemplate says that patterns were learnt on another template.
 var ErrNotForTemplate = errors.New("the patterns were learnt on another template")
 
-// Export returns all patterns, for sandboxes restored from the same template.
-func (h *History) Export(template Digest) []byte {
+// Export returns the patterns, for sandboxes restored from the same template: the
+// last of them, as many as fit in limit bytes.
+func (h *History) Export(template Digest, limit int) []byte {
 	h.learn.Lock()
 	defer h.learn.Unlock()
+	ps, size := h.patterns, len(exportMagic)+len(template)+4+8
+	for k := len(ps) - 1; k >= 0; k-- {
+		if size += 4 + min(len(ps[k].groups), exportGroups)*groupSize; size > limit {
+			ps = ps[k+1:]
+			break
+		}
+	}
 	b := append([]byte(exportMagic), template[:]...)
-	b = binary.LittleEndian.AppendUint32(b, uint32(len(h.patterns)))
-	for _, p := range h.patterns {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(ps)))
+	for _, p := range ps {
 		var ns []uint64
 		for n := range p.groups {
 			if n < groupNumbers {
@@ -64,6 +73,9 @@ func (h *History) Export(template Digest) []byte {
 			b = binary.LittleEndian.AppendUint64(b, n)
 			b = binary.LittleEndian.AppendUint32(b, m.order)
 			for _, w := range m.pages {
+				b = binary.LittleEndian.AppendUint64(b, w)
+			}
+			for _, w := range m.same {
 				b = binary.LittleEndian.AppendUint64(b, w)
 			}
 		}
@@ -125,6 +137,7 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 			m := &memory{order: binary.LittleEndian.Uint32(body[8:])}
 			for j := range m.pages {
 				m.pages[j] = binary.LittleEndian.Uint64(body[12+8*j:])
+				m.same[j] = binary.LittleEndian.Uint64(body[12+8*(len(m.pages)+j):])
 			}
 			p.groups[no] = m
 			body = body[groupSize:]

@@ -42,6 +42,10 @@ type Pattern struct {
 // A memory is what a pattern has of one group.
 type memory struct {
 	pages bitmap
+	// same pages were the template's again, or still, when the step ended, and no
+	// fault tells that they were written to meanwhile. wrote has the pages that a
+	// fault told so of.
+	same, wrote bitmap
 	// order is the place of the group in the order in which the step wanted
 	// groups, from 1.
 	order uint32

@@ -32,6 +32,8 @@ type group struct {
 	// touched pages were wanted in this step; predicted ones were predicted
 	// for it.
 	touched, predicted bitmap
+	// wrote are those whose first write was a fault.
+	wrote bitmap
 	// sampled and used have a bit for each unit: restored without being
 	// mapped, and then used.
 	sampled, used uint32
@@ -106,6 +108,36 @@ func (h *History) Wanted(first, end uint64) {
 	}
 }
 
+// Wrote tells that a fault was the first write to page p, which was the template's
+// until then.
+func (h *History) Wrote(p uint64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	g := h.groups[p/GroupPages]
+	if g == nil {
+		g = new(group)
+		h.groups[p/GroupPages] = g
+	}
+	g.wrote.set(p % GroupPages)
+}
+
+// Same tells that, of the pages from first on, those with a bit in pages turned
+// out to be the template's after the step that ended last.
+func (h *History) Same(first uint64, pages uint64) {
+	h.learn.Lock()
+	defer h.learn.Unlock()
+	if len(h.patterns) == 0 {
+		return
+	}
+	last := h.patterns[len(h.patterns)-1]
+	for ; pages != 0; pages &= pages - 1 {
+		p := first + uint64(bits.TrailingZeros64(pages))
+		if m := last.groups[p/GroupPages]; m != nil && !m.wrote.has(p%GroupPages) {
+			m.same.set(p % GroupPages)
+		}
+	}
+}
+
 func (h *History) stamp(g *group) {
 	if g.order == 0 {
 		h.clock++
@@ -136,7 +168,10 @@ type Run struct {
 // was not before, in the order in which it will want them. It is called when a
 // step begins and again as its faults give evidence. The budget is that of as many
 // faults as there were, or of minFaults if that is more.
-func (h *History) Predict(minFaults int) []Run {
+//
+// Pages that steps did not write to are left out if isTemplate says that they are
+// the template's: they are read where they are.
+func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Run {
 	h.learn.Lock()
 	defer h.learn.Unlock()
 	if len(h.patterns) == 0 {
@@ -189,10 +224,11 @@ func (h *History) Predict(minFaults int) []Run {
 	room := h.room(minFaults)
 	var runs []Run
 	for _, e := range entries {
-		mask := h.likely(e.n, prior, sure)
+		mask, same := h.likely(e.n, prior, sure)
 		if room > 0 {
-			more := h.likely(e.n, belief, 0.5)
+			more, moreSame := h.likely(e.n, belief, 0.5)
 			for i := range mask {
+				same[i] = same[i]&^more[i] | moreSame[i]
 				mask[i] |= more[i]
 			}
 		}
@@ -207,6 +243,11 @@ func (h *History) Predict(minFaults int) []Run {
 		}
 		for i, w := range mask {
 			fresh := w &^ g.touched[i] &^ g.predicted[i]
+			for s := fresh & same[i]; s != 0; s &= s - 1 {
+				if isTemplate(e.n*GroupPages + uint64(i)*64 + uint64(bits.TrailingZeros64(s))) {
+					fresh &^= s & -s
+				}
+			}
 			g.predicted[i] |= fresh
 			h.total.Predicted += uint64(bits.OnesCount64(fresh))
 			room -= bits.OnesCount64(fresh)
@@ -302,39 +343,43 @@ func (h *History) believe() []float64 {
 }
 
 // likely returns the pages of group n that the step wants with a likelihood of
-// at least one half.
+// at least the threshold, and those of them that it is likely to leave as the
+// template has them.
 //
 // Preconditions: h.learn is locked.
-func (h *History) likely(n uint64, belief []float64, threshold float64) (mask bitmap) {
-	var ms []*bitmap
+func (h *History) likely(n uint64, belief []float64, threshold float64) (mask, same bitmap) {
+	var ms []*memory
 	var ws []float64
 	for k, b := range belief {
 		if m := h.patterns[k].groups[n]; m != nil && b >= negligible {
-			if b >= threshold {
-				return m.pages
-			}
-			ms, ws = append(ms, &m.pages), append(ws, b)
+			ms, ws = append(ms, m), append(ws, b)
 		}
 	}
 	for i := range mask {
 		some := uint64(0)
 		for _, m := range ms {
-			some |= m[i]
+			some |= m.pages[i]
 		}
 		for ; some != 0; some &= some - 1 {
 			bit := some & -some
-			sum := 0.0
+			sum, left := 0.0, 0.0
 			for k, m := range ms {
-				if m[i]&bit != 0 {
+				if m.pages[i]&bit != 0 {
 					sum += ws[k]
+					if m.same[i]&bit != 0 {
+						left += ws[k]
+					}
 				}
 			}
 			if sum >= threshold {
 				mask[i] |= bit
+				if left > sum*mostlySame {
+					same[i] |= bit
+				}
 			}
 		}
 	}
-	return mask
+	return mask, same
 }
 
 // EndStep tells that a step has ended: its pages are being evicted.
@@ -375,7 +420,7 @@ func (h *History) finishStep() *Pattern {
 	sampled, used := 0, 0
 	for n, g := range h.groups {
 		// What was predicted and not seen to be used comes last.
-		m := &memory{order: cmp.Or(g.order, math.MaxUint32)}
+		m := &memory{order: cmp.Or(g.order, math.MaxUint32), wrote: g.wrote}
 		samples, usedSamples := unitPages(g.sampled), unitPages(g.sampled&g.used)
 		// Predicted pages that are no samples share the fate of most samples
 		// around them; without any, something in the group must have been wanted.

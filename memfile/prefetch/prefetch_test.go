@@ -37,17 +37,17 @@ func use(h *History, runs []Run, is func(page uint64) bool) int {
 // wanted.
 func TestRepeat(t *testing.T) {
 	h := New()
-	require.Empty(t, h.Predict(0), "nothing is known")
+	require.Empty(t, h.Predict(0, noTemplate), "nothing is known")
 	h.Wanted(5*GroupPages, 5*GroupPages+100)
 	h.Wanted(10, 20)
 	h.EndStep()
 
 	h.Wanted(5*GroupPages, 5*GroupPages+16)
 	h.Wanted(10, 16)
-	runs := h.Predict(0)
+	runs := h.Predict(0, noTemplate)
 	require.Len(t, pages(runs), 110-16-6)
 	require.Equal(t, uint64(5*GroupPages+16), runs[0].First)
-	require.Empty(t, h.Predict(0), "the same pages again")
+	require.Empty(t, h.Predict(0, noTemplate), "the same pages again")
 }
 
 // TestKinds: the first faults of a step tell which of several kinds it is of, and
@@ -71,14 +71,14 @@ func TestKinds(t *testing.T) {
 	}
 	for k := range kinds {
 		touch(0, 3*UnitPages)
-		runs := h.Predict(0)
+		runs := h.Predict(0, noTemplate)
 		require.Len(t, pages(runs), common-3*UnitPages, "what all want is likely and nothing else")
 		for p := range pages(runs) {
 			require.Less(t, p, uint64(common))
 		}
 		use(h, runs, func(uint64) bool { return true })
 		touch(base(k), base(k)+5*UnitPages)
-		runs = h.Predict(0)
+		runs = h.Predict(0, noTemplate)
 		use(h, runs, func(uint64) bool { return true })
 		got := pages(runs)
 		require.Len(t, got, GroupPages-5*UnitPages, "kind %d", k)
@@ -100,7 +100,7 @@ func TestNovel(t *testing.T) {
 	for i := range uint64(10) {
 		h.Wanted((100+i)*GroupPages, (100+i)*GroupPages+UnitPages)
 	}
-	require.Empty(t, h.Predict(0))
+	require.Empty(t, h.Predict(0, noTemplate))
 }
 
 // TestForgets: pages that are no longer used stop being predicted.
@@ -109,7 +109,7 @@ func TestForgets(t *testing.T) {
 	step := func(also bool) map[uint64]bool {
 		h.Wanted(GroupPages, GroupPages+4)
 		h.Wanted(GroupPages+32, GroupPages+36)
-		runs := h.Predict(0)
+		runs := h.Predict(0, noTemplate)
 		use(h, runs, func(p uint64) bool { return p >= GroupPages })
 		got := pages(runs)
 		for p := uint64(GroupPages); p < GroupPages+256; p++ {
@@ -146,7 +146,7 @@ func TestSamples(t *testing.T) {
 		for u := range uint64(40) { // evidence
 			h.Wanted(u*UnitPages, u*UnitPages+1)
 		}
-		n := use(h, h.Predict(0), func(uint64) bool { return true })
+		n := use(h, h.Predict(0, noTemplate), func(uint64) bool { return true })
 		require.InDelta(t, groups*unitsPerGroup/SampleEvery, n, 2)
 		h.EndStep()
 	}
@@ -162,13 +162,13 @@ func TestBudget(t *testing.T) {
 	h.EndStep()
 	h.Wanted(0, 1)
 	h.Wanted(UnitPages, UnitPages+1)
-	n := len(pages(h.Predict(0)))
+	n := len(pages(h.Predict(0, noTemplate)))
 	require.Greater(t, n, budget)
 	require.LessOrEqual(t, n, 2*budget+GroupPages)
 	for u := range uint64(100) {
 		h.Wanted(u*UnitPages, u*UnitPages+1)
 	}
-	require.Greater(t, len(pages(h.Predict(0))), 5000)
+	require.Greater(t, len(pages(h.Predict(0, noTemplate))), 5000)
 }
 
 // TestRecent: what the last steps wanted is known, and no more.
@@ -201,7 +201,7 @@ func TestModel(t *testing.T) {
 				for p := first; p < first+n; p++ {
 					ever[p], wanted[p] = true, true
 				}
-				for _, r := range h.Predict(0) {
+				for _, r := range h.Predict(0, noTemplate) {
 					require.Less(t, r.First, r.End)
 					for p := r.First; p < r.End; p++ {
 						require.False(t, seen[p], "page %d twice", p)
@@ -240,14 +240,16 @@ func TestExport(t *testing.T) {
 		}
 	}
 	tpl := Digest{1, 2, 3}
-	b := learnt.Export(tpl)
+	b := learnt.Export(tpl, ExportMax)
 	sibling := New()
 	require.NoError(t, sibling.Import(b, tpl))
-	require.Equal(t, b, sibling.Export(tpl))
+	require.Equal(t, b, sibling.Export(tpl, ExportMax))
+	require.Less(t, len(learnt.Export(tpl, len(b)-1)), len(b))
+	require.NoError(t, New().Import(learnt.Export(tpl, len(b)-1), tpl), "what fits")
 	for u := range uint64(6) {
 		sibling.Wanted(200*GroupPages+u*UnitPages, 200*GroupPages+u*UnitPages+1)
 	}
-	require.Len(t, pages(sibling.Predict(0)), 700-6, "a sibling knows the first step already")
+	require.Len(t, pages(sibling.Predict(0, noTemplate)), 700-6, "a sibling knows the first step already")
 
 	require.ErrorIs(t, New().Import(b, Digest{9}), ErrNotForTemplate)
 	for i := range b {
@@ -269,7 +271,7 @@ func FuzzImport(f *testing.F) {
 	h := New()
 	h.Wanted(0, 100)
 	h.EndStep()
-	f.Add(h.Export(Digest{}))
+	f.Add(h.Export(Digest{}, ExportMax))
 	f.Add([]byte(exportMagic))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h := New()
@@ -277,9 +279,9 @@ func FuzzImport(f *testing.F) {
 			return
 		}
 		h.Wanted(0, 16)
-		h.Predict(0)
+		h.Predict(0, noTemplate)
 		h.EndStep()
-		require.NoError(t, New().Import(h.Export(Digest{}), Digest{}))
+		require.NoError(t, New().Import(h.Export(Digest{}, ExportMax), Digest{}))
 	})
 }
 
@@ -303,7 +305,7 @@ func BenchmarkPredict(b *testing.B) {
 	for b.Loop() {
 		h.Wanted(30000, 30016)
 		h.Wanted(40000, 40016)
-		h.Predict(0)
+		h.Predict(0, noTemplate)
 		b.StopTimer()
 		h.mu.Lock()
 		h.beginStep()
@@ -319,4 +321,49 @@ func BenchmarkEndStep(b *testing.B) {
 		h.Wanted(k*12000, k*12000+25000)
 		h.EndStep()
 	}
+}
+
+func noTemplate(uint64) bool { return false }
+
+// TestSame has steps that write to some of the template's pages and read others
+// that are restored with them.
+func TestSame(t *testing.T) {
+	isTemplate := func(p uint64) bool { return p < 200 }
+	step := func(h *History) {
+		h.Wanted(96, 112)
+		h.Wrote(100)
+		h.Wanted(296, 312)
+		h.EndStep()
+		h.Same(96, 0xffff)
+		h.Same(296, 0xffff)
+	}
+	h := New()
+	for range sureSteps {
+		step(h)
+	}
+	h.Wanted(300, 301)
+	got := pages(h.Predict(64, isTemplate))
+	require.True(t, got[100], "it was written to")
+	require.False(t, got[101], "it was read where the template has it")
+	require.True(t, got[301], "it is not the template's now")
+	h.EndStep()
+
+	// Siblings learn it, too.
+	digest := Digest{1}
+	sibling := New()
+	require.NoError(t, sibling.Import(h.Export(digest, ExportMax), digest))
+	got = pages(sibling.Predict(64, isTemplate))
+	require.True(t, got[100])
+	require.False(t, got[101])
+
+	// A page that changes in most steps is restored.
+	h = New()
+	for i := range 2 * sureSteps {
+		h.Wanted(96, 112)
+		h.EndStep()
+		if i%2 == 0 {
+			h.Same(96, 0xffff)
+		}
+	}
+	require.True(t, pages(h.Predict(64, isTemplate))[101])
 }

@@ -62,7 +62,7 @@ func replaySteps(h *History, steps [][][2]uint64) (res replay) {
 				if faults >= next && inc <= 512 {
 					next = faults + inc
 					inc *= 2
-					for _, run := range h.Predict(0) {
+					for _, run := range h.Predict(0, noTemplate) {
 						for p := run.First; p < run.End; p++ {
 							predicted[p] = true
 							res.predicted++
@@ -107,7 +107,7 @@ func TestRealSteps(t *testing.T) {
 
 	// A sibling that knows them from the first step on does better.
 	sibling := New()
-	require.NoError(t, sibling.Import(h.Export(Digest{}), Digest{}))
+	require.NoError(t, sibling.Import(h.Export(Digest{}, ExportMax), Digest{}))
 	r = replaySteps(sibling, steps[:9])
 	alone := replaySteps(New(), steps[:9])
 	t.Logf("first nine steps: %d restores on demand of %d, with a sibling's patterns %d", alone.restores, alone.recorded, r.restores)

@@ -297,7 +297,7 @@ func (a *Agentzip) Patterns(_ *Empty, out *[]byte) error {
 	if a.d.template == nil {
 		return errors.New("the sandbox was not restored from a template, so nothing that it learnt is of use to others")
 	}
-	*out = a.d.b.ExportPatterns(prefetch.Digest(*a.d.template))
+	*out = a.d.b.ExportPatterns(prefetch.Digest(*a.d.template), prefetch.ExportMax)
 	return nil
 }
 

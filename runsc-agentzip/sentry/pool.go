@@ -10,6 +10,7 @@ import (
 
 	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/pool/wire"
 	"runsc-agentzip/runsc-agentzip/attach"
 )
 
@@ -144,7 +145,7 @@ func (d *driver) tellStep() {
 	if d.untold < tellSteps || time.Since(d.told) < tellPause || !d.pool.State().Connected {
 		return
 	}
-	d.pool.SendPatterns(d.b.ExportPatterns(prefetch.Digest(*d.template)))
+	d.pool.SendPatterns(d.b.ExportPatterns(prefetch.Digest(*d.template), wire.MaxPatterns))
 	d.untold, d.told = 0, time.Now()
 }
 

@@ -60,6 +60,21 @@ var edits = []Edit{
 	{File: "pkg/sentry/fsimpl/tmpfs/regular_file.go", Decl: "regularFileReadWriter.ReadToBlocks",
 		Anchor: "rw.file.dataMu.RLock()", Where: Before, Text: `
 	defer rw.file.inode.fs.mf.EnterSection().Exit()`},
+	{File: "pkg/sentry/fsimpl/tmpfs/regular_file.go", Decl: "regularFileReadWriter.ReadToBlocks",
+		Anchor: "// Get internal mappings.", Where: Before, Text: `
+			// What only the template has is read where it is.
+			if n, err := rw.file.inode.fs.mf.ReadTemplate(seg.FileRangeOf(seg.Range().Intersect(mr)), dsts); n != 0 || err != nil {
+				done += n
+				rw.off += n
+				dsts = dsts.DropFirst64(n)
+				if err != nil {
+					return done, err
+				}
+				if rw.off == seg.End() {
+					seg, gap = seg.NextNonEmpty()
+				}
+				continue
+			}`},
 	{File: "pkg/sentry/fsimpl/tmpfs/regular_file.go", Decl: "regularFileReadWriter.writeToMF",
 		Anchor: "// Get internal mappings.", Where: Before, Text: `
 	defer rw.file.inode.fs.mf.EnterSection().Exit()`},

@@ -146,7 +146,9 @@ func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.Ad
 		}
 	}
 	need := limit.Intersect(ar)
-	if perms := pma.effectivePerms; mayMapTemplate(f, pma) && mm.p.MapUnit() == 0 && need.Length() == hostarch.PageSize && perms.Read && !perms.Execute {
+	perms := pma.effectivePerms
+	pieces := mayMapTemplate(f, pma) && mm.p.MapUnit() == 0 && need.Length() == hostarch.PageSize && perms.Read && !perms.Execute
+	if pieces {
 		mm.templateMu.Lock()
 		fr, tfr, ok := f.TemplateWindow(pseg.fileRangeOf(need).Start, lim)
 		if ok {
@@ -160,7 +162,34 @@ func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.Ad
 	if !refault {
 		return addrs(f.MapWindow(pseg.fileRangeOf(need), lim)), false, nil
 	}
-	return limit, true, mm.mapRestoredLocked(pseg, addrs(fr))
+	if !pieces {
+		return limit, true, mm.mapRestoredLocked(pseg, addrs(fr))
+	}
+	for fr.Length() != 0 {
+		piece, template := f.Piece(fr)
+		if err := mm.mapPieceLocked(pseg, addrs(piece), piece, template); err != nil {
+			return limit, true, err
+		}
+		fr.Start = piece.End
+	}
+	return limit, true, nil
+}
+
+// mapPieceLocked maps piece, a part of pseg, at ar: from the template if it still
+// can be.
+//
+// Preconditions: as mapASLocked; mayMapTemplate.
+func (mm *MemoryManager) mapPieceLocked(pseg pmaIterator, ar hostarch.AddrRange, piece memmap.FileRange, template bool) error {
+	f := pseg.ValuePtr().file.(*pgalloc.MemoryFile)
+	if template {
+		mm.templateMu.Lock()
+		if tfr, ok := f.MapTemplate(piece); ok {
+			defer mm.templateMu.Unlock()
+			return mm.as.MapFile(ar.Start, f.Template(), tfr, hostarch.Read, false /* precommit */)
+		}
+		mm.templateMu.Unlock()
+	}
+	return mm.mapRestoredLocked(pseg, ar)
 }
 
 // mapRestoredLocked maps ar, a part of pseg whose pages were taken from the

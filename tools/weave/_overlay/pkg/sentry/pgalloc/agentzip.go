@@ -2,6 +2,7 @@ package pgalloc
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -90,6 +91,17 @@ type PageBackend interface {
 	// if that is worth it. The caller holds MemoryManager.templateMu until it
 	// has made the mapping.
 	TemplateWindow(need, limStart, limEnd uint64) (start, end, off uint64, ok bool)
+
+	// Piece returns the end of the part of [start, end) from start on that a
+	// fault should map in one way, and whether that is from the template.
+	Piece(start, end uint64) (pieceEnd uint64, template bool)
+
+	// MapTemplate is TemplateWindow for exactly [start, end).
+	MapTemplate(start, end uint64) (off uint64, ok bool)
+
+	// ReadTemplate fills dst with the pages from byte start on, as far as they
+	// are the template's only, and returns how many bytes that are.
+	ReadTemplate(dst []byte, start uint64) (n uint64)
 
 	// TemplateBacked tells whether the page at off is the template's, or may
 	// be mapped from it.
@@ -373,6 +385,45 @@ func (f *MemoryFile) Template() memmap.File {
 func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, template memmap.FileRange, ok bool) {
 	start, end, off, ok := f.backend.b.TemplateWindow(need, limit.Start, limit.End)
 	return memmap.FileRange{Start: start, End: end}, memmap.FileRange{Start: off, End: off + end - start}, ok
+}
+
+// Piece is PageBackend.Piece.
+//
+// Preconditions: f.HasTemplate(); fr is not empty.
+func (f *MemoryFile) Piece(fr memmap.FileRange) (piece memmap.FileRange, template bool) {
+	end, template := f.backend.b.Piece(fr.Start, fr.End)
+	return memmap.FileRange{Start: fr.Start, End: end}, template
+}
+
+// MapTemplate is PageBackend.MapTemplate.
+//
+// Preconditions: f.HasTemplate().
+func (f *MemoryFile) MapTemplate(fr memmap.FileRange) (template memmap.FileRange, ok bool) {
+	off, ok := f.backend.b.MapTemplate(fr.Start, fr.End)
+	return memmap.FileRange{Start: off, End: off + fr.Length()}, ok
+}
+
+// templateBuffers has room for what ReadTemplate copies at a time.
+var templateBuffers = sync.Pool{New: func() any { return new([64 << 10]byte) }}
+
+// ReadTemplate copies from fr to dsts what only the template has of its beginning,
+// without giving it memory. It copies nothing if that is not the case; the caller
+// then reads as usual. A read needs no more than the content at some time during
+// the read.
+func (f *MemoryFile) ReadTemplate(fr memmap.FileRange, dsts safemem.BlockSeq) (uint64, error) {
+	if !f.backend.hasTemplate || !f.backend.b.TemplateBacked(fr.Start) {
+		return 0, nil
+	}
+	buf := templateBuffers.Get().(*[64 << 10]byte)
+	defer templateBuffers.Put(buf)
+	start := fr.Start &^ (hostarch.PageSize - 1)
+	want := min((fr.End-start+hostarch.PageSize-1)&^(hostarch.PageSize-1), uint64(len(buf)))
+	n := f.backend.b.ReadTemplate(buf[:want], start)
+	if n == 0 {
+		return 0, nil
+	}
+	src := buf[fr.Start-start : min(n, fr.End-start)]
+	return safemem.CopySeq(dsts, safemem.BlockSeqOf(safemem.BlockFromSafeSlice(src)))
 }
 
 // TemplateBacked is PageBackend.TemplateBacked.
