@@ -59,6 +59,10 @@ type EvictOptions struct {
 	// restore.
 	Settle time.Duration
 
+	// MidStep says that a step is in progress and goes on: what it has wanted so
+	// far is not all that it wants.
+	MidStep bool
+
 	// Stop, if not nil, is asked often; when it returns true the eviction
 	// ends within a batch and leaves all other pages resident.
 	Stop func() bool
@@ -86,7 +90,9 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	if err := b.passError(stop); err != nil {
 		return EvictResult{}, err
 	}
-	b.history.EndStep()
+	if !opts.MidStep {
+		b.history.EndStep()
+	}
 	abortedBefore := b.stats.aborted.Load()
 	var res EvictResult
 	marked, n, err := b.mark()

@@ -24,6 +24,9 @@ func (b *Backend) AwaitResume(n int) <-chan struct{} {
 	return r.c
 }
 
+// DemandRestores is how many accesses had to restore pages.
+func (b *Backend) DemandRestores() uint64 { return b.stats.restoreNS.count.Load() }
+
 // demanded tells that an access restored pages [first, end).
 func (b *Backend) demanded(first, end uint64, took time.Duration) {
 	b.stats.restoreNS.add(took)

@@ -38,7 +38,14 @@ func Fprint(w io.Writer, s *Stats) {
 	row("faults", "demand %d pages, prefetched %d, touched while candidate %d; restore mean %v, max %v",
 		s.Faults.Demand, s.Faults.Prefetched, s.Faults.Aborted, s.RestoreNS.mean(), time.Duration(s.RestoreNS.MaxNS).Round(time.Microsecond))
 	row("evictions", "%d, %d pages so far, mean %v", s.EvictNS.Count, s.EvictedPagesTotal, s.EvictNS.mean())
-	row("phase", "%s for %v", s.Phase.State, time.Duration(s.Phase.SinceNS).Round(time.Millisecond))
+	why := ""
+	if s.Phase.Why != "" {
+		why = " (" + s.Phase.Why + ")"
+	}
+	row("phase", "%s for %v%s", s.Phase.State, time.Duration(s.Phase.SinceNS).Round(time.Millisecond), why)
+	if p := s.Pressure; p.LimitBytes != 0 {
+		row("memory limit", "%s of %s used, pressure %s (%d evictions while working, faults waited %v)", Size(p.UsedBytes), Size(p.LimitBytes), p.Level, p.Evictions, time.Duration(p.ThrottledNS).Round(time.Millisecond))
+	}
 	switch s.Pool.State {
 	case "", "none":
 	default:

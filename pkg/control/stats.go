@@ -35,6 +35,7 @@ type Stats struct {
 	Faults   Faults   `json:"faults"`
 	Prefetch Prefetch `json:"prefetch"`
 	Phase    Phase    `json:"phase"`
+	Pressure Pressure `json:"pressure"`
 	Pool     Pool     `json:"pool"`
 
 	// RestoreNS and EvictNS are the distributions of the time one demand
@@ -113,6 +114,29 @@ type Phase struct {
 	State string `json:"state"`
 	// SinceNS is how long the state has lasted.
 	SinceNS uint64 `json:"since_ns"`
+	// Why is what the state was recognised by: see package phase.
+	Why string `json:"why,omitempty"`
+	// Waits counts the waits so far, the present one included, and Beats the
+	// times in which something ran for a moment in a wait without ending it.
+	Waits uint64 `json:"waits"`
+	Beats uint64 `json:"beats"`
+	// IdleNS is how long nothing has to happen at present for a wait to be
+	// recognised.
+	IdleNS uint64 `json:"idle_ns"`
+}
+
+// Pressure is how scarce memory is for the sandbox: see package pressure.
+type Pressure struct {
+	// Level is "none", "high" or "critical".
+	Level string `json:"level"`
+	// LimitBytes is the limit of the sandbox's memory cgroup, 0 if there is none
+	// or it is not known, and UsedBytes what is used of it, file cache left out.
+	LimitBytes uint64 `json:"limit_bytes"`
+	UsedBytes  uint64 `json:"used_bytes"`
+	// Evictions counts those that pressure caused while the sandbox worked, and
+	// ThrottledNS is the time that faults have waited for memory.
+	Evictions   uint64 `json:"evictions"`
+	ThrottledNS uint64 `json:"throttled_ns"`
 }
 
 // Pool is the sandbox's side of the host's page pool.

@@ -1,37 +1,255 @@
-// Package phase decides when a sandbox is waiting, so that heavy work on its
-// memory is not felt.
+// Package phase decides when a sandbox is waiting for the agent's model, so that
+// heavy work on its memory is not felt.
 //
-// The signal is the number of tasks that are running. A sandbox is
+// It is told, at moments of the caller's choice (Sample), whether a task runs, and
+// how often a sandbox in which none ran was woken: by a timer of its own, or by
+// something else. While every task is blocked, something else can only have come from
+// outside: data on a descriptor, a connection, a process started by exec, a signal.
+// That is all there is to know what a program is doing, whatever it is: an agent's
+// tool server that waits for a request, an event loop with timers, a shell that
+// waits for a client that waits for the model.
 //
-//   - working while a task runs, and until none has run for the idle time;
-//   - waiting from then until a task runs again.
+// # States
 //
-// The idle time adapts: evictions that were undone right away mean that the
-// wait was too short to be worth it, and double the idle time, up to MaxBackoff
-// times the configured one; a wait that was worth it halves it again. A
-// Detector is pure: it is told what happens and when, so that it can be tested
+//   - Working: from a resume on, until for the idle time nothing came from outside
+//     and no task was seen to run, but for a few moments: at most one look in
+//     forgive. So a heartbeat or a thread that polls does not hide a wait, and a
+//     program that computes, whatever else sleeps beside it, is not waiting.
+//   - Waiting: until a resume. That is input from outside, a process that was
+//     started, a task that computes for Computes, whatever woke it, or one that
+//     wants back as much memory as WantedFaults faults tell. What is shorter, and
+//     was begun by a timer, is a beat and ends nothing.
+//
+// A hint makes a state begin at once. It is never needed.
+//
+// # The idle time
+//
+// Heavy work pays in a wait that lasts seconds, and is in the way in a gap between
+// two calls of a tool. The idle time is the one, of the configured one and 2, 4, 8
+// and 16 times that, that would have paid most over the last History gaps: one
+// that lasts g seconds and is recognised after t gains g - t seconds less Cost. Apart
+// from that, evictions that were undone right away double it, and worthwhile ones
+// halve it again.
+//
+// A Detector is pure: it is told what happens and when, so that it can be tested
 // without a sandbox and without sleeping.
 package phase
 
 import "time"
 
-// MaxBackoff is the largest factor by which the idle time grows.
-const MaxBackoff = 16
+const (
+	// MaxBackoff is the largest factor by which the idle time grows.
+	MaxBackoff = 16
 
-// A Detector adapts the idle time. It is not safe for concurrent use.
+	// Look is how often a working sandbox should be looked at.
+	Look = 20 * time.Millisecond
+
+	// forgive is how many quiet looks make up for one that saw a task run.
+	forgive = 10
+
+	// BeatLook is how often to look while something runs in a wait, and Computes
+	// how long it has to run to be a resume.
+	BeatLook = 10 * time.Millisecond
+	Computes = 50 * time.Millisecond
+
+	// WantedFaults is how many restores since the wait began are a resume: 4 MiB
+	// at 64 KiB each.
+	WantedFaults = 64
+
+	// History is how many gaps are remembered. Those below minGap, which no idle
+	// time would recognise, are not.
+	History = 32
+	minGap  = 100 * time.Millisecond
+
+	// Cost is what an eviction and the restores that it causes cost, in seconds
+	// of memory saved: gaps of less than a second are not worth it.
+	Cost = 800 * time.Millisecond
+)
+
+// A Hint is what somebody who knows says of the phase.
+type Hint int
+
+const (
+	NoHint Hint = iota
+	HintWait
+	HintResume
+)
+
+// ParseHint returns the hint that is called "wait" or "resume".
+func ParseHint(s string) (Hint, bool) {
+	switch s {
+	case "wait":
+		return HintWait, true
+	case "resume":
+		return HintResume, true
+	}
+	return NoHint, false
+}
+
+// A Sample is what there is to see at one moment.
+type Sample struct {
+	Now time.Time
+	// Running tells whether a task runs, or sleeps in a way that is work.
+	Running bool
+	// Events and Timers count the times that something from outside and a timer,
+	// respectively, woke the sandbox while no task ran.
+	Events, Timers uint64
+	// Faults counts accesses that had to restore memory.
+	Faults uint64
+}
+
+// A Detector is the state of one sandbox. It is not safe for concurrent use.
 type Detector struct {
 	base   time.Duration
 	factor int
+
+	// gaps are the last gaps, in a ring; next is the place of the next one.
+	gaps [History]time.Duration
+	n    int
+
+	// last is the sample that was looked at last.
+	last Sample
+	// quiet is since when nothing happened that counts, and timersAtQuiet the
+	// count of timers then. strikes is 1 if a look saw a task run that is not
+	// forgiven yet, and clean the number of looks since that did not.
+	quiet          time.Time
+	timersAtQuiet  uint64
+	strikes, clean int
+
+	hinted Hint
+
+	// start is the sample that the present or last wait began with, and burst
+	// since when something has been seen to run in it, or zero.
+	start Sample
+	burst time.Time
+	beats uint64
 }
 
-// NewDetector returns a Detector with the given shortest idle time.
+// NewDetector returns a Detector with the given shortest idle time, in the working
+// state.
 func NewDetector(idle time.Duration) *Detector {
 	return &Detector{base: idle, factor: 1}
 }
 
-// Idle is how long no task must run for the sandbox to count as waiting.
+// Idle is how long nothing has to happen for the sandbox to count as waiting.
 func (d *Detector) Idle() time.Duration {
-	return d.base * time.Duration(d.factor)
+	return max(d.base*time.Duration(d.factor), d.learnt())
+}
+
+// learnt is the idle time that would have paid most.
+func (d *Detector) learnt() time.Duration {
+	best, bestGain := d.base, time.Duration(0)
+	for f := time.Duration(1); f <= MaxBackoff; f *= 2 {
+		t, gain := d.base*f, time.Duration(0)
+		for _, g := range d.gaps[:min(d.n, History)] {
+			if g > t {
+				gain += g - t - Cost
+			}
+		}
+		if f == 1 || gain > bestGain {
+			best, bestGain = t, gain
+		}
+	}
+	return best
+}
+
+// gap remembers a gap.
+func (d *Detector) gap(g time.Duration) {
+	if g >= minGap {
+		d.gaps[d.n%History] = g
+		d.n++
+		if d.n >= 2*History {
+			d.n -= History
+		}
+	}
+}
+
+// Hint says what the phase is about to be.
+func (d *Detector) Hint(h Hint) { d.hinted = h }
+
+// Beats is how many beats there were.
+func (d *Detector) Beats() uint64 { return d.beats }
+
+// restart begins the quiet time anew.
+func (d *Detector) restart(s Sample) {
+	if !d.quiet.IsZero() {
+		d.gap(s.Now.Sub(d.quiet))
+	}
+	d.quiet, d.strikes, d.clean, d.timersAtQuiet = s.Now, 0, 0, s.Timers
+}
+
+// Working is for a sandbox that was working at the last look, about every Look. It
+// returns whether it is waiting now, and why.
+func (d *Detector) Working(s Sample) (waiting bool, why string) {
+	last := d.last
+	d.last = s
+	if d.quiet.IsZero() || s.Events != last.Events {
+		d.restart(s)
+	}
+	if s.Running {
+		if d.strikes > 0 {
+			d.restart(s)
+		}
+		d.strikes, d.clean = 1, 0
+		return false, ""
+	}
+	if d.clean++; d.clean >= forgive {
+		d.strikes, d.clean = 0, 0
+	}
+	switch {
+	case d.hinted == HintWait:
+		why = "hint"
+	case s.Now.Sub(d.quiet) < d.Idle():
+		return false, ""
+	case s.Timers != d.timersAtQuiet:
+		why = "only timers fire"
+	default:
+		why = "nothing runs"
+	}
+	d.hinted = NoHint
+	d.start, d.burst = s, time.Time{}
+	return true, why
+}
+
+// Activity is for a sandbox that waits, when a task has begun to run and then as
+// often as it asks for. It returns why the wait is over, or else after how long to
+// call it again, or 0 if it was a beat, which is over.
+func (d *Detector) Activity(s Sample) (resumed string, again time.Duration) {
+	first := d.burst.IsZero()
+	last := d.last
+	d.last = s
+	if first {
+		d.burst = s.Now
+	}
+	switch {
+	case d.hinted == HintResume:
+		d.hinted = NoHint
+		resumed = "hint"
+	case s.Events != last.Events:
+		resumed = "input"
+	case first && s.Timers == last.Timers:
+		// Neither: the task is new, or was stopped.
+		resumed = "a task was started"
+	case s.Faults-d.start.Faults >= WantedFaults:
+		resumed = "memory is wanted"
+	case !s.Running:
+		d.beats++
+		d.burst = time.Time{}
+		return "", 0
+	case s.Now.Sub(d.burst) >= Computes:
+		resumed = "a task computes"
+	default:
+		return "", BeatLook
+	}
+	d.restart(s)
+	return resumed, 0
+}
+
+// Resumed is Activity for a wait that something else has ended.
+func (d *Detector) Resumed(s Sample) {
+	d.last = s
+	d.hinted = NoHint
+	d.restart(s)
 }
 
 // A Wait is what became of one wait.

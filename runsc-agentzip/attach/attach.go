@@ -1,5 +1,6 @@
-// Package attach connects sandboxes with the host's page pool. It runs outside
-// of them: in the command that starts or restores one, and in the pool.
+// Package attach connects sandboxes with the host: with its page pool, and with the
+// files that tell how scarce memory is (memory.go). It runs outside of them: in the
+// command that starts or restores one, and in the pool.
 //
 // The sandbox has no way to the pool's socket of its own. Whoever attaches it
 // connects, says in the Hello which domain and template it belongs to, and hands
@@ -59,6 +60,7 @@ func Started(conf *config.Config, s *sandbox.Sandbox, image sandbox.AgentzipImag
 	if !conf.Agentzip {
 		return
 	}
+	giveMemory(s)
 	socket := conf.AgentzipPool
 	switch {
 	case conf.AgentzipDomain == "":

@@ -22,13 +22,14 @@ import (
 	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/phase"
 )
 
 // Agentzip implements subcommands.Command for "agentzip".
 type Agentzip struct {
 	json bool
-	// save is the folder given to prefetch.
-	save string
+	// save is the folder given to prefetch, phase what is given to hint.
+	save, phase string
 }
 
 // Name implements subcommands.Command.Name.
@@ -51,6 +52,12 @@ func (*Agentzip) Usage() string {
              write what its steps have taught to DIR, the folder of the
              template that it was restored from: sandboxes restored from there
              later know it from their first step on
+
+  hint -phase=wait|resume ID
+             say that the sandbox is about to wait for the model, or that the
+             answer is on its way: what the runtime would find out a moment later.
+             In the guest, writing "wait" or "resume" to /proc/agentzip does
+             the same
 
   -json      print JSON, with the names of package control
 
@@ -75,6 +82,7 @@ var commands = map[string]func(a *Agentzip, c *container.Container, w io.Writer)
 	"check": (*Agentzip).check,
 
 	"prefetch": (*Agentzip).prefetch,
+	"hint":     (*Agentzip).hint,
 }
 
 // Execute implements subcommands.Command.Execute.
@@ -92,7 +100,7 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, template and pool", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, hint, template and pool", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
@@ -101,6 +109,9 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	rest.BoolVar(&json, "j", a.json, "short for -json")
 	if f.Arg(0) == "prefetch" {
 		rest.StringVar(&a.save, "save", "", "folder of the template")
+	}
+	if f.Arg(0) == "hint" {
+		rest.StringVar(&a.phase, "phase", "", "wait or resume")
 	}
 	if err := rest.Parse(f.Args()[1:]); err != nil {
 		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
@@ -126,9 +137,13 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	return subcommands.ExitSuccess
 }
 
-// call calls a method of sentry.Agentzip.
+// call calls a method of sentry.Agentzip that needs no argument.
 func call(c *container.Container, method string, out any) error {
-	err := c.Sandbox.Call("Agentzip."+method, &struct{}{}, out)
+	return callWith(c, method, &struct{}{}, out)
+}
+
+func callWith(c *container.Container, method string, arg, out any) error {
+	err := c.Sandbox.Call("Agentzip."+method, arg, out)
 	if err != nil && strings.Contains(err.Error(), "unknown method") {
 		return fmt.Errorf("the sandbox was started by another runtime, without agentzip: %w", err)
 	}
@@ -203,6 +218,13 @@ func (a *Agentzip) prefetch(c *container.Container, w io.Writer) error {
 	}
 	fmt.Fprintf(w, "brought back %d pages in %.0f ms\n", r.Pages, float64(r.ElapsedNS)/1e6)
 	return nil
+}
+
+func (a *Agentzip) hint(c *container.Container, _ io.Writer) error {
+	if _, ok := phase.ParseHint(a.phase); !ok {
+		return fmt.Errorf("-phase=%q: want -phase=wait or -phase=resume", a.phase)
+	}
+	return callWith(c, "Hint", &struct{ Phase string }{a.phase}, &struct{}{})
 }
 
 // savePatterns writes what the sandbox has learnt to the folder of its template.

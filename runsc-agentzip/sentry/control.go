@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/pkg/sentry/fsimpl/proc"
 	"gvisor.dev/gvisor/pkg/sentry/kernel"
 	"gvisor.dev/gvisor/pkg/sentry/pgalloc"
 	"gvisor.dev/gvisor/runsc/boot"
@@ -22,6 +23,7 @@ import (
 	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/phase"
 	"runsc-agentzip/pkg/pool/client"
 	"runsc-agentzip/runsc-agentzip/attach"
 )
@@ -37,6 +39,8 @@ var process struct {
 	// pool is this end of the page pool, or nil without pool or domain.
 	pool   *pacer
 	domain string
+	// scarce is safe for concurrent use.
+	scarce scarcity
 
 	// mu protects what follows. It is a leaf.
 	mu sync.Mutex
@@ -79,12 +83,14 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 		}
 	}
 	process.background = startBackground()
+	process.scarce.wanted = make(chan struct{}, 1)
 	if conf.AgentzipPool != "" && conf.AgentzipDomain != "" {
 		process.domain = conf.AgentzipDomain
 		process.pool = newPacer(client.New(client.Options{Log: log.Infof}))
 	}
 	process.backends = make(map[*pgalloc.MemoryFile]*backend)
 	pgalloc.NewPageBackend = newPageBackend
+	proc.AgentzipHint = guestHint
 	return nil
 }
 
@@ -274,7 +280,43 @@ func (a *Agentzip) Stats(_ *Empty, out *control.Stats) error {
 	*out = a.d.b.Stats()
 	out.Phase = a.d.phase()
 	out.Pool = poolState()
+	out.Pressure = pressureState()
 	return nil
+}
+
+// HintArgs are the arguments of Hint.
+type HintArgs struct {
+	// Phase is "wait" or "resume".
+	Phase string
+}
+
+// Hint tells the sandbox of what is about to happen.
+func (a *Agentzip) Hint(args *HintArgs, _ *Empty) error {
+	if a.d == nil {
+		return errOff
+	}
+	return a.d.hintNamed(args.Phase)
+}
+
+// hintNamed is hint for a hint by its name.
+func (d *driver) hintNamed(name string) error {
+	h, ok := phase.ParseHint(name)
+	if !ok {
+		return fmt.Errorf("unknown phase %q: there are wait and resume", name)
+	}
+	d.hint(h)
+	return nil
+}
+
+// guestHint is what a guest has written to /proc/agentzip.
+func guestHint(name string) error {
+	process.mu.Lock()
+	d := process.driver
+	process.mu.Unlock()
+	if d == nil {
+		return errOff
+	}
+	return d.hintNamed(name)
 }
 
 // Prefetch restores what the step in progress is predicted to want.

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"runtime/debug"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/log"
@@ -16,12 +15,8 @@ import (
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/phase"
+	"runsc-agentzip/pkg/pressure"
 )
-
-// pollInterval is how often a driver looks whether a working sandbox has
-// stopped working. A waiting one costs no polling: the kernel tells when it
-// begins to work.
-const pollInterval = 20 * time.Millisecond
 
 // resumeFaults is how many accesses to evicted memory make a resume: a first
 // guess at what the step will want is due. With each doubling of their number
@@ -56,10 +51,16 @@ type driver struct {
 	stop     chan struct{}
 	stopOnce sync.Once
 
-	// waiting and since are the phase, for statistics: since is in Unix
-	// nanoseconds.
-	waiting atomic.Bool
-	since   atomic.Int64
+	// hinted has room for one hint that somebody gave.
+	hinted chan phase.Hint
+
+	// mu protects det, and what statistics say of the phase. It is a leaf.
+	mu      sync.Mutex
+	det     *phase.Detector
+	waiting bool
+	why     string
+	since   time.Time
+	waits   uint64
 }
 
 // settings are the driver's share of the configuration.
@@ -70,9 +71,13 @@ type settings struct {
 }
 
 func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, t *template.Digest, pool *pacer, conf settings) *driver {
-	d := &driver{k: k, f: f, b: b, template: t, pool: pool, conf: conf, stop: make(chan struct{})}
-	d.since.Store(time.Now().UnixNano())
-	return d
+	return &driver{
+		k: k, f: f, b: b, template: t, pool: pool, conf: conf,
+		stop:   make(chan struct{}),
+		hinted: make(chan phase.Hint, 1),
+		det:    phase.NewDetector(conf.idle),
+		since:  time.Now(),
+	}
 }
 
 // halt ends the driver's goroutines.
@@ -80,18 +85,160 @@ func (d *driver) halt() {
 	d.stopOnce.Do(func() { close(d.stop) })
 }
 
-func (d *driver) setWaiting(w bool) {
-	if d.waiting.Swap(w) != w {
-		d.since.Store(time.Now().UnixNano())
+// sample looks at the sandbox.
+func (d *driver) sample() phase.Sample {
+	s := phase.Sample{
+		Running: d.k.RunningTasks() != 0 || d.k.BlockedTasks() != 0,
+		Faults:  d.b.DemandRestores(),
+	}
+	s.Timers, s.Events = d.k.IdleWakes()
+	s.Now = time.Now()
+	return s
+}
+
+// enter tells that the phase has changed. d.mu is locked.
+func (d *driver) enter(waiting bool, why string) {
+	now := time.Now()
+	log.Debugf("agentzip: phase: waiting is %t (%s) after %v, %d beats so far, idle time %v", waiting, why, now.Sub(d.since), d.det.Beats(), d.det.Idle())
+	d.waiting, d.why, d.since = waiting, why, now
+	if waiting {
+		d.waits++
+	}
+}
+
+// looksWaiting is for a sandbox that was working when it was last looked at.
+func (d *driver) looksWaiting() bool {
+	s := d.sample()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	waiting, why := d.det.Working(s)
+	if waiting {
+		d.enter(true, why)
+	}
+	return waiting
+}
+
+// A watch is on a sandbox that waits.
+type watch struct {
+	// resumed is closed when the wait is over.
+	resumed chan struct{}
+	// beat has an element if something ran for a moment since.
+	beat chan struct{}
+	// ended is closed when nobody wants to know any more.
+	ended chan struct{}
+}
+
+// The pause after a beat before the next one is looked for. It bounds what a program
+// that polls costs.
+const (
+	minBeatPause = 10 * time.Millisecond
+	maxBeatPause = 50 * time.Millisecond
+)
+
+// watch watches until the sandbox resumes or the watch is ended.
+func (d *driver) watch() *watch {
+	w := &watch{make(chan struct{}), make(chan struct{}, 1), make(chan struct{})}
+	go func() {
+		pause := minBeatPause
+		for d.k.WaitForTaskActivity(w.ended) {
+			for again := time.Duration(0); ; {
+				s := d.sample()
+				d.mu.Lock()
+				if w.isEnded() {
+					d.mu.Unlock()
+					return
+				}
+				var why string
+				why, again = d.det.Activity(s)
+				if why != "" {
+					d.enter(false, why)
+				}
+				d.mu.Unlock()
+				if why != "" {
+					close(w.resumed)
+					return
+				}
+				if again == 0 {
+					break
+				}
+				if !w.sleep(again) {
+					return
+				}
+			}
+			select {
+			case w.beat <- struct{}{}:
+			default:
+			}
+			if !w.sleep(pause) {
+				return
+			}
+			pause = min(pause*5/4, maxBeatPause)
+		}
+	}()
+	return w
+}
+
+// sleep returns false if the watch has ended.
+func (w *watch) sleep(t time.Duration) bool {
+	select {
+	case <-w.ended:
+		return false
+	case <-time.After(t):
+		return true
+	}
+}
+
+func (w *watch) isEnded() bool {
+	select {
+	case <-w.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// over tells whether the sandbox has resumed.
+func (w *watch) over() bool {
+	select {
+	case <-w.resumed:
+		return true
+	default:
+		return false
+	}
+}
+
+// hint takes what somebody says of the phase.
+func (d *driver) hint(h phase.Hint) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.waiting == (h == phase.HintWait):
+		// It is so already.
+	case h == phase.HintWait:
+		d.det.Hint(h)
+	default:
+		select {
+		case d.hinted <- h:
+		default: // one is enough
+		}
 	}
 }
 
 func (d *driver) phase() control.Phase {
-	p := control.Phase{State: "working", SinceNS: uint64(max(time.Now().UnixNano()-d.since.Load(), 0))}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	p := control.Phase{
+		State:   "working",
+		SinceNS: uint64(max(time.Since(d.since), 0)),
+		Why:     d.why,
+		Waits:   d.waits,
+		Beats:   d.det.Beats(),
+		IdleNS:  uint64(d.det.Idle()),
+	}
 	switch {
 	case d.b.Inhibited():
 		p.State = "inhibited"
-	case d.waiting.Load():
+	case d.waiting:
 		p.State = "waiting"
 	}
 	return p
@@ -113,126 +260,146 @@ func (d *driver) run() {
 		d.runForced()
 		return
 	}
-	det := phase.NewDetector(d.conf.idle)
 	var heldAfter uint64
-	// quiet is the time since memory was last wanted back. A timer in the guest
-	// that beats now and then ends a wait, but not this.
+	// quiet is the time since memory was last wanted back. A gap in which little
+	// was ends a wait, but not this.
 	quiet := quietTime{since: time.Now()}
-	// activity is closed when a task runs; it is nil while one does, as far as
-	// is known.
-	var activity <-chan struct{}
 	// A sandbox that was restored from a template has all of it to fetch.
 	resume := newResumption(d)
 	for {
-		// Working.
-		if d.k.RunningTasks() != 0 {
-			d.setWaiting(false)
-			if !resume.work(pollInterval) {
+		for !d.looksWaiting() {
+			d.relieve()
+			if !resume.work(phase.Look) {
 				return
 			}
-			continue
 		}
-		// No task runs. It is a wait if none does for the idle time. Nothing
-		// is missed between two looks: activity ends the timer.
-		if activity == nil {
-			activity = d.watchActivity()
-		}
-		select {
-		case <-d.stop:
-			return
-		case <-activity:
-			activity = nil
-			continue
-		case <-time.After(det.Idle()):
-		}
-		d.setWaiting(true)
 		waitStart := time.Now()
+		w := d.watch()
+		var ended phase.Wait
+		// beatPause is how long memory that beats bring back stays, at least.
+		beatPause := 5 * time.Second
 		stop := func() bool {
 			select {
-			case <-activity:
-				return true
 			case <-d.stop:
 				return true
 			default:
-				return false
+				return w.over()
 			}
 		}
-		var work time.Duration
-		var res memfile.EvictResult
-		retry := d.f.IsAsyncLoading()
-		held, err := d.b.HeldBytes()
-		if due := err == nil && held > heldAfter+idleFloor && !retry; due && d.takeTurn(activity) {
-			workStart := time.Now()
-			tier := codec.TierMid
-			switch {
-			case process.background.governor.Busy():
-				tier = codec.TierFast
-			case d.conf.deepenAfter == 0:
-				tier = codec.TierDeep
+		for again := true; again; {
+			again = false
+			var res memfile.EvictResult
+			retry := d.f.IsAsyncLoading()
+			held, err := d.b.HeldBytes()
+			if due := err == nil && held > heldAfter+idleFloor && !retry; due && d.takeTurn(w.resumed) {
+				workStart := time.Now()
+				tier := codec.TierMid
+				switch {
+				case process.background.governor.Busy() && !process.scarce.pressed():
+					tier = codec.TierFast
+				case d.conf.deepenAfter == 0:
+					tier = codec.TierDeep
+				}
+				quiet = quietTime{since: workStart}
+				process.background.run(func() {
+					res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
+				})
+				ended.Work += time.Since(workStart)
+				ended.Evicted += res.Evicted
+				ended.Undone += res.Aborted + res.Skipped
+				logEvict(res, err)
+				resume = newResumption(d)
+				d.tellStep()
+				if err == nil {
+					heldAfter, _ = d.b.HeldBytes()
+				} else {
+					heldAfter, retry = 0, true
+				}
+				if !retry {
+					// What the pool asked for while the sandbox worked.
+					d.share(stop)
+				}
+				d.giveTurn()
 			}
-			quiet = quietTime{since: waitStart}
-			process.background.run(func() {
-				res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
-			})
-			work = time.Since(workStart)
-			logEvict(res, err)
-			resume = newResumption(d)
-			d.tellStep()
-			if err == nil {
-				heldAfter, _ = d.b.HeldBytes()
-			} else {
-				heldAfter, retry = 0, true
-			}
-			if !retry {
-				// What the pool asked for while the sandbox worked.
-				d.share(stop)
-			}
-			d.giveTurn()
-		}
-		for late := !retry; late; {
-			work, due := quiet.next(d)
-			var timer <-chan time.Time
-			if work != nil {
-				timer = time.After(time.Until(due))
-			}
-			select {
-			case <-activity:
-				late = false
-			case <-d.stop:
-				return
-			case <-d.poolReady():
-				work = d.share
-			case <-d.poolBacklog():
-				work = d.share
-			case <-timer:
-			}
-			if late {
+			evicted := time.Now()
+			for late := true; late; {
+				var work func(stop func() bool)
+				var timer <-chan time.Time
+				if retry {
+					// Something kept the eviction from ending (loading, a save,
+					// a busy memory manager, or a resume): try again if the wait
+					// goes on.
+					timer = time.After(max(d.conf.idle, 250*time.Millisecond))
+				} else if next, due := quiet.next(d); next != nil {
+					work = next
+					timer = time.After(time.Until(due))
+				}
+				select {
+				case <-d.stop:
+					close(w.ended)
+					return
+				case <-w.resumed:
+					late = false
+					continue
+				case <-d.hinted:
+					d.resumeNow(w)
+					late = false
+					continue
+				case <-w.beat:
+					if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && time.Since(evicted) > beatPause {
+						beatPause *= 2
+						late, again = false, true
+					}
+					continue
+				case <-d.poolReady():
+					work = d.share
+				case <-d.poolBacklog():
+					work = d.share
+				case <-timer:
+					if retry {
+						late, again = false, true
+						continue
+					}
+				}
 				work(stop)
 				if d.b.StalePages() {
 					quiet.deepened, quiet.deepenedAll = false, false
 				}
 			}
 		}
-		if retry {
-			// Something kept the eviction from ending (loading, a save, a
-			// busy memory manager, or activity): try again if the wait goes
-			// on.
-			select {
-			case <-activity:
-			case <-d.stop:
-				return
-			case <-time.After(max(det.Idle(), 250*time.Millisecond)):
-				continue
-			}
-		}
-		activity = nil
-		length := time.Since(waitStart)
-		d.setWaiting(false)
+		close(w.ended)
+		ended.Length = time.Since(waitStart)
+		d.mu.Lock()
+		d.det.Ended(ended)
+		d.mu.Unlock()
 		// Work that needs its memory back shows at once.
-		if !resume.work(pollInterval) {
+		if !resume.work(phase.Look) {
 			return
 		}
-		det.Ended(phase.Wait{Length: length, Work: work, Evicted: res.Evicted, Undone: res.Aborted + res.Skipped})
+	}
+}
+
+// resumeNow ends a wait before anything runs: somebody knows that something is about
+// to.
+func (d *driver) resumeNow(w *watch) {
+	s := d.sample()
+	d.mu.Lock()
+	known := w.over()
+	if !known {
+		d.det.Resumed(s)
+		d.enter(false, "hint")
+	}
+	d.mu.Unlock()
+	if !known && d.conf.prefetch {
+		n, err := d.b.PrefetchNow(func() bool {
+			select {
+			case <-d.stop:
+				return true
+			default:
+				return false
+			}
+		})
+		log.Debugf("agentzip: prefetched %d pages on a hint (%v)", n, err)
 	}
 }
 
@@ -279,6 +446,10 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 	if *done {
 		return nil, time.Time{}
 	}
+	pressed := process.scarce.pressed()
+	if pressed {
+		after = 0
+	}
 	due = q.since.Add(after)
 	if due.Before(q.notBefore) {
 		due = q.notBefore
@@ -287,7 +458,7 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 		var n uint64
 		var err error
 		process.background.run(func() {
-			n, err = pass(func() bool { return stop() || process.background.governor.Busy() })
+			n, err = pass(func() bool { return stop() || !pressed && process.background.governor.Busy() })
 		})
 		// Only what activity interrupted, or a busy host, is taken up again.
 		*done = !errors.Is(err, memfile.ErrStopped)
@@ -339,6 +510,8 @@ func (r *resumption) work(t time.Duration) bool {
 		case <-r.d.poolReady():
 			// The rest has time until the sandbox waits.
 			r.d.takePatterns()
+		case <-process.scarce.wanted:
+			r.d.relieve()
 		case <-r.due:
 			// Faults that happen meanwhile count towards the next time.
 			if r.due = nil; r.faults < evidenceFaults {
@@ -353,6 +526,9 @@ func (r *resumption) work(t time.Duration) bool {
 // prefetch brings back what the step that is in progress is predicted to want,
 // as long as it lasts.
 func (d *driver) prefetch() {
+	if process.scarce.level() != pressure.None {
+		return // it would have to go again
+	}
 	start := time.Now()
 	idle := 0
 	last := start
@@ -376,17 +552,6 @@ func (d *driver) prefetch() {
 	if n != 0 || err != nil {
 		log.Debugf("agentzip: prefetched %d pages in %v (%v)", n, time.Since(start), err)
 	}
-}
-
-// watchActivity returns a channel that is closed when a task runs.
-func (d *driver) watchActivity() <-chan struct{} {
-	c := make(chan struct{})
-	go func() {
-		if d.k.WaitForTaskActivity(d.stop) {
-			close(c)
-		}
-	}()
-	return c
 }
 
 // runForced evicts everything at a fixed interval, whatever the tasks do, for

@@ -158,6 +158,10 @@ var edits = []Edit{
 		Anchor: "mm.as.MapFile(thisMapAR.Start, pma.file,", Where: Replace, Text: `mm.mapFileLocked(pma, thisMapAR.Start,`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)", Where: Replace, Text: `mm.mapFaultLocked(ctx, pseg, ar, at)`},
+	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
+		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
+	mm.mf.Admit()
+`},
 	{File: "pkg/sentry/mm/mm.go", Decl: "type MemoryManager",
 		Anchor: "captureInvalidations  bool", Where: Before, Text: `
 	// templateMu orders, for the pages of this MemoryManager, mapping the
@@ -165,6 +169,24 @@ var edits = []Edit{
 	// activeMu.
 	templateMu agentzipMutex ` + "`state:\"nosave\"`" + `
 `},
+
+	// --- Phases: what makes an idle sandbox run, and hints ---
+
+	{File: "pkg/sentry/kernel/task_block.go", Decl: "Task.block",
+		Anchor: "defer t.completeSleep()", Where: After, Text: `
+	t.noteSleep()`},
+	{File: "pkg/sentry/kernel/task_block.go", Decl: "Task.block",
+		Anchor: "// Woken by event.", Where: Before, Text: `
+		t.noteWake(false)`},
+	{File: "pkg/sentry/kernel/task_block.go", Decl: "Task.block",
+		Anchor: "// Ensure that Task.interrupted() will return true", Where: Before, Text: `
+		t.noteWake(false)`},
+	{File: "pkg/sentry/kernel/task_block.go", Decl: "Task.block",
+		Anchor: "// We've timed out.", Where: Before, Text: `
+		t.noteWake(true)`},
+	{File: "pkg/sentry/fsimpl/proc/tasks.go", Decl: "filesystem.newTasksInode",
+		Anchor: "\"sysrq-trigger\":  fs.newInode(ctx, root, 0200, newStaticFile(\"\")),", Where: After, Text: `
+		"agentzip":       fs.newInode(ctx, root, 0666, newStaticFile(phaseFile)),`},
 
 	// --- Checkpoint and restore ---
 

@@ -74,6 +74,10 @@ type PageBackend interface {
 	// being the page at start, as mincore would had the page not been evicted.
 	OverlayCommitted(start uint64, vec []byte)
 
+	// Admit is called before a fault of an application is handled, with no lock
+	// held: it may wait for memory.
+	Admit()
+
 	// HasTemplate tells whether there is a template: an immutable file with
 	// the pages that the memory file was loaded with. The methods below are
 	// called only if there is.
@@ -385,6 +389,13 @@ func (f *MemoryFile) Template() memmap.File {
 func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, template memmap.FileRange, ok bool) {
 	start, end, off, ok := f.backend.b.TemplateWindow(need, limit.Start, limit.End)
 	return memmap.FileRange{Start: start, End: end}, memmap.FileRange{Start: off, End: off + end - start}, ok
+}
+
+// Admit is PageBackend.Admit.
+func (f *MemoryFile) Admit() {
+	if f.backend.b != nil {
+		f.backend.b.Admit()
+	}
 }
 
 // Piece is PageBackend.Piece.

@@ -1,0 +1,164 @@
+package sentry
+
+import (
+	"sync/atomic"
+	"time"
+
+	"gvisor.dev/gvisor/pkg/log"
+
+	"runsc-agentzip/memfile"
+	"runsc-agentzip/memfile/codec"
+	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/pkg/pressure"
+	"runsc-agentzip/runsc-agentzip/attach"
+)
+
+const (
+	// throttleMax is how long a fault waits for memory at most. Whatever is wrong,
+	// the application goes on, and the kernel decides.
+	throttleMax = 2 * time.Second
+	// throttleStep is how often a fault that waits looks again.
+	throttleStep = time.Millisecond
+
+	// reliefPause is how long the sandbox works undisturbed after an eviction that
+	// pressure caused, as a multiple of what that took: under high pressure, and
+	// under critical.
+	reliefPauseHigh, reliefPauseCritical = 3, 0
+	// deepenSlice is how long pages are compressed harder before it is time to look
+	// what else can be evicted.
+	deepenSlice = 500 * time.Millisecond
+	// futilePause is the pause after one that freed less than futileBytes, and
+	// until when nobody waits for another: all memory is in use, or has no
+	// profitable form.
+	futilePause = 500 * time.Millisecond
+	futileBytes = 1 << 20
+)
+
+// scarcity is what a sandbox does when memory is scarce. Its zero value is that
+// nothing is known of it.
+type scarcity struct {
+	gauge atomic.Pointer[pressure.Gauge]
+	// wanted has an element if somebody wants memory to be evicted.
+	wanted chan struct{}
+
+	evictions, throttled atomic.Uint64
+	// futile is until when evicting is known to free nothing, in Unix nanoseconds.
+	futile atomic.Int64
+	// notBefore is when the next eviction is due. It belongs to the driver.
+	notBefore time.Time
+}
+
+// level tells how scarce memory is for this sandbox.
+func (s *scarcity) level() pressure.Level { return s.gauge.Load().Level() }
+
+// pressed tells whether to save memory at the expense of speed.
+func (s *scarcity) pressed() bool {
+	g := s.gauge.Load()
+	return g.Level() >= pressure.HighLevel || g.HostHigh()
+}
+
+// admit is called before a fault is handled.
+func (s *scarcity) admit() {
+	g := s.gauge.Load()
+	if g.Limit() == 0 {
+		return
+	}
+	l := g.Level()
+	if l == pressure.None {
+		return
+	}
+	select {
+	case s.wanted <- struct{}{}:
+	default:
+	}
+	if l != pressure.CriticalLevel {
+		return
+	}
+	start := time.Now()
+	for now := start; now.Sub(start) < throttleMax && now.UnixNano() >= s.futile.Load(); now = time.Now() {
+		time.Sleep(throttleStep)
+		if g.Level() != pressure.CriticalLevel {
+			break
+		}
+	}
+	s.throttled.Add(uint64(time.Since(start)))
+}
+
+// Admit implements pgalloc.PageBackend.Admit.
+func (b *backend) Admit() { process.scarce.admit() }
+
+// relieve evicts what a working sandbox does not use, if memory is scarce.
+func (d *driver) relieve() {
+	s := &process.scarce
+	l := s.level()
+	now := time.Now()
+	if l == pressure.None || now.Before(s.notBefore) || d.f.IsAsyncLoading() {
+		return
+	}
+	before, err := d.b.HeldBytes()
+	if err != nil {
+		return
+	}
+	halted := func() bool {
+		select {
+		case <-d.stop:
+			return true
+		default:
+			return false
+		}
+	}
+	var res memfile.EvictResult
+	deepened := uint64(0)
+	process.background.run(func() {
+		res, err = d.b.Evict(memfile.EvictOptions{Tier: codec.TierMid, Settle: d.conf.settle, MidStep: true, Stop: halted})
+		// If what is left in memory is little, it is the store that has to get
+		// smaller.
+		if held, err := d.b.HeldBytes(); err == nil && held < s.gauge.Load().Limit()/3 && s.level() != pressure.None {
+			end := time.Now().Add(deepenSlice)
+			deepened, _ = d.b.Deepen(func() bool {
+				return halted() || s.level() == pressure.None || time.Now().After(end)
+			})
+		}
+	})
+	s.evictions.Add(1)
+	took := time.Since(now)
+	pause := took * reliefPauseHigh
+	if l == pressure.CriticalLevel {
+		pause = took * reliefPauseCritical
+	}
+	after, _ := d.b.HeldBytes()
+	if res.Evicted<<12 < futileBytes && deepened == 0 {
+		pause = max(pause, futilePause)
+		s.futile.Store(time.Now().Add(futilePause).UnixNano())
+	}
+	s.notBefore = time.Now().Add(pause)
+	log.Debugf("agentzip: memory pressure is %v: evicted %d of %d pages and compressed %d harder in %v, %d -> %d bytes in memory (%v)", l, res.Evicted, res.Marked, deepened, took, before, after, err)
+}
+
+// Memory gives the sandbox the files that tell how scarce memory is.
+func (a *Agentzip) Memory(args *attach.MemoryArgs, _ *struct{}) error {
+	if a.d == nil {
+		return errOff
+	}
+	g, err := args.Gauge()
+	if err != nil {
+		return err
+	}
+	log.Infof("agentzip: the sandbox's memory limit is %d bytes (0: none)", g.Limit())
+	// An earlier one may be in use; its files are few.
+	process.scarce.gauge.Store(g)
+	return nil
+}
+
+func pressureState() control.Pressure {
+	s := &process.scarce
+	g := s.gauge.Load()
+	l, used := g.Read()
+	return control.Pressure{
+		Level:       l.String(),
+		LimitBytes:  g.Limit(),
+		UsedBytes:   used,
+		Evictions:   s.evictions.Load(),
+		ThrottledNS: s.throttled.Load(),
+	}
+}
