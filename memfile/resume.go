@@ -30,10 +30,19 @@ func (b *Backend) DemandRestores() uint64 { return b.stats.restoreNS.count.Load(
 // demanded tells that an access restored pages [first, end).
 func (b *Backend) demanded(first, end uint64, took time.Duration) {
 	b.stats.restoreNS.add(took)
+	b.stats.lastDemand.Store(time.Now().UnixNano())
 	b.history.Wanted(first, end)
 	if r := b.resume.Load(); r != nil && r.left.Add(-1) == 0 {
 		b.resume.CompareAndSwap(r, nil)
 		close(r.c)
+	}
+}
+
+// StepEnded tells that a step that began at a time has ended, for statistics: how
+// long after it began the last access had to restore pages.
+func (b *Backend) StepEnded(began time.Time) {
+	if last := b.stats.lastDemand.Swap(0); last > began.UnixNano() {
+		b.stats.resumeNS.add(time.Duration(last - began.UnixNano()))
 	}
 }
 

@@ -42,7 +42,11 @@ type counters struct {
 	busyPasses, noMemory               atomic.Uint64
 	checksumFailures                   atomic.Uint64
 	rejects                            [numRejects]atomic.Uint64
-	restoreNS, evictNS                 histogram
+	restoreNS, evictNS, resumeNS       histogram
+
+	// lastDemand is when an access last had to restore pages, in Unix
+	// nanoseconds, or 0 if none had to since the last step ended.
+	lastDemand atomic.Int64
 
 	// orphans are the roots whose pages have left the store.
 	orphans atomic.Int64
@@ -189,6 +193,7 @@ func (b *Backend) Stats() control.Stats {
 	s.RestoredPagesTotal = b.stats.restored.Load()
 	s.RestoreNS = b.stats.restoreNS.snapshot()
 	s.EvictNS = b.stats.evictNS.snapshot()
+	s.ResumeNS = b.stats.resumeNS.snapshot()
 	s.ChecksumFailures = b.stats.checksumFailures.Load()
 	s.Rejects = map[string]uint64{}
 	for i := range b.stats.rejects {

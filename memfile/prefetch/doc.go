@@ -33,7 +33,8 @@
 // Of the pages that a step wants, many are the template's and only read: of those
 // restored along with their neighbours nine in ten on the benchmark's steps. What
 // an eviction finds to be the template's (Same) is not restored ahead as long as it
-// is, unless a fault told that it was written to (Wrote).
+// is, unless it shares a unit with a page that steps change, or write to as faults
+// tell (Wrote).
 //
 // Patterns can be exported and imported by other sandboxes that were restored
 // from the same template, where pages have the same place.

@@ -235,6 +235,17 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 		if mask == (bitmap{}) {
 			continue
 		}
+		// Where a step writes to one page it may write to its neighbours the next
+		// time: what a unit of faults has one of is restored as before. (Leaving
+		// out single pages cost 70 % more faults on lsp, and more processor time
+		// than it saved.)
+		var written bitmap
+		for i := range written {
+			written[i] = mask[i] &^ same[i]
+		}
+		for i, w := range unitPages(written.units()) {
+			same[i] &^= w
+		}
 		h.mu.Lock()
 		g := h.groups[e.n]
 		if g == nil {

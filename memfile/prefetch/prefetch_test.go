@@ -332,20 +332,23 @@ func TestSame(t *testing.T) {
 	step := func(h *History) {
 		h.Wanted(96, 112)
 		h.Wrote(100)
-		h.Wanted(296, 312)
+		h.Wanted(128, 144)
+		h.Wanted(304, 320)
 		h.EndStep()
 		h.Same(96, 0xffff)
-		h.Same(296, 0xffff)
+		h.Same(128, 0xffff)
+		h.Same(304, 0xffff)
 	}
 	h := New()
 	for range sureSteps {
 		step(h)
 	}
-	h.Wanted(300, 301)
+	h.Wanted(310, 311)
 	got := pages(h.Predict(64, isTemplate))
 	require.True(t, got[100], "it was written to")
-	require.False(t, got[101], "it was read where the template has it")
-	require.True(t, got[301], "it is not the template's now")
+	require.True(t, got[101], "its neighbour was")
+	require.False(t, got[130], "it was read where the template has it")
+	require.True(t, got[311], "it is not the template's now")
 	h.EndStep()
 
 	// Siblings learn it, too.
@@ -354,16 +357,16 @@ func TestSame(t *testing.T) {
 	require.NoError(t, sibling.Import(h.Export(digest, ExportMax), digest))
 	got = pages(sibling.Predict(64, isTemplate))
 	require.True(t, got[100])
-	require.False(t, got[101])
+	require.False(t, got[130])
 
 	// A page that changes in most steps is restored.
 	h = New()
 	for i := range 2 * sureSteps {
-		h.Wanted(96, 112)
+		h.Wanted(128, 144)
 		h.EndStep()
 		if i%2 == 0 {
-			h.Same(96, 0xffff)
+			h.Same(128, 0xffff)
 		}
 	}
-	require.True(t, pages(h.Predict(64, isTemplate))[101])
+	require.True(t, pages(h.Predict(64, isTemplate))[130])
 }

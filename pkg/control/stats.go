@@ -42,6 +42,9 @@ type Stats struct {
 	// restore took and the time one eviction pass took.
 	RestoreNS Histogram `json:"restore_ns"`
 	EvictNS   Histogram `json:"evict_ns"`
+	// ResumeNS is the distribution of the time from a resume to the last demand
+	// restore before the next wait, of steps that had any.
+	ResumeNS Histogram `json:"resume_ns"`
 
 	// Rejects counts pages that stayed resident, by cause.
 	Rejects map[string]uint64 `json:"rejects"`

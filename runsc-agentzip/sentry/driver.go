@@ -100,6 +100,9 @@ func (d *driver) sample() phase.Sample {
 func (d *driver) enter(waiting bool, why string) {
 	now := time.Now()
 	log.Debugf("agentzip: phase: waiting is %t (%s) after %v, %d beats so far, idle time %v", waiting, why, now.Sub(d.since), d.det.Beats(), d.det.Idle())
+	if waiting && !d.waiting {
+		d.b.StepEnded(d.since)
+	}
 	d.waiting, d.why, d.since = waiting, why, now
 	if waiting {
 		d.waits++

@@ -47,6 +47,8 @@ var systemKinds = []systemKind{
 		flags: []string{"--agentzip-deepen-after=10000h"}, ablation: "deepening"},
 	{name: "agentzip-eager", summary: "evicts as soon as a wait begins", judged: true, counted: true, pooled: true,
 		flags: []string{"--agentzip-idle=1ms"}, ablation: "idle time"},
+	{name: "agentzip-always", summary: "evicts as soon as a wait begins, and restores nothing before it is touched", judged: true, counted: true, pooled: true,
+		flags: []string{"--agentzip-idle=1ms", "--agentzip-prefetch=off"}, ablation: "idle time and prefetch"},
 	{name: "agentzip-off", summary: "the runtime under test without its memory backend", judged: true,
 		flags: []string{"--agentzip=off"}, ablation: "everything"},
 }

@@ -48,7 +48,7 @@ const (
 func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	on := AgentzipMode(true)
 	flagSet.Var(&on, "agentzip", "evict guest memory into compressed storage while the sandbox waits: on (default) or off, which is stock runsc.")
-	flagSet.Duration("agentzip-idle", 200*time.Millisecond, "how long all tasks must be blocked before eviction starts.")
+	flagSet.Duration("agentzip-idle", 200*time.Millisecond, "how long nothing must run or come from outside before eviction starts, at least: it grows if the sandbox's gaps are too short.")
 	flagSet.Duration("agentzip-settle", 20*time.Millisecond, "how long pages stay unmapped before they are written out; pages touched meanwhile are cheap to keep.")
 	flagSet.Duration("agentzip-trim-after", 2*time.Second, "how long a wait lasts before the Sentry's own unused heap is given back to the host; 0 is never.")
 	flagSet.Duration("agentzip-deepen-after", 2*time.Second, "how long a wait lasts before what was stored in a quick form is compressed harder; 0 compresses hard at once.")
