@@ -178,6 +178,19 @@ func testMemoryLimit(t *testing.T, d *daemon) {
 	if fields := strings.Fields(got); len(fields) != 3 || fields[1] != "262144" {
 		t.Errorf("-m 256m: the guest sees %q, want 262144 kB", got)
 	}
+	if !d.patched {
+		return
+	}
+	// Compressed, half of it is left: without evicting while it works the
+	// container would be killed.
+	id := d.mustHoldWithin(t, runtimeName, "256m", 400)
+	d.mustVerify(t, id, 1)
+	s := d.stats(t, id)
+	if s.Pressure.LimitBytes != 256<<20 || s.Pressure.Evictions == 0 {
+		t.Errorf("-m 256m: 400 MiB were filled and compared under pressure %+v", s.Pressure)
+	}
+	t.Logf("-m 256m: held and compared 400 MiB: %+v", s.Pressure)
+	d.mustOutput(t, d.docker, "rm", "--force", id)
 }
 
 func testFiles(t *testing.T, d *daemon) {
@@ -316,6 +329,12 @@ type stats struct {
 	EvictedPagesTotal  uint64 `json:"evicted_pages_total"`
 	RestoredPagesTotal uint64 `json:"restored_pages_total"`
 	ChecksumFailures   uint64 `json:"checksum_failures"`
+	Pressure           struct {
+		LimitBytes  uint64 `json:"limit_bytes"`
+		UsedBytes   uint64 `json:"used_bytes"`
+		Evictions   uint64 `json:"evictions"`
+		ThrottledNS uint64 `json:"throttled_ns"`
+	} `json:"pressure"`
 }
 
 func (d *daemon) stats(t *testing.T, id string) (s stats) {
@@ -417,8 +436,14 @@ func (d *daemon) mustStart(t *testing.T, flags ...string) string {
 // mustHold starts a container that holds memory, and waits until it does.
 func (d *daemon) mustHold(t *testing.T, runtime string) string {
 	t.Helper()
+	return d.mustHoldWithin(t, runtime, "512m", holdMiB)
+}
+
+// mustHoldWithin is mustHold with a limit of Docker's and a number of MiB.
+func (d *daemon) mustHoldWithin(t *testing.T, runtime, limit string, mib int) string {
+	t.Helper()
 	id := strings.TrimSpace(d.mustOutput(t, d.docker, "run", "--detach", "--network", "none", "--runtime", runtime,
-		"-m", "512m", "--env", fmt.Sprintf("%s=%d", holderEnv, holdMiB), imageName, holderPath))
+		"-m", limit, "--env", fmt.Sprintf("%s=%d", holderEnv, mib), imageName, holderPath))
 	d.awaitLog(t, id, "ready")
 	return id
 }
