@@ -44,6 +44,7 @@ BUILD_PACKAGES     = ca-certificates git
 UNIT_PACKAGES      = gcc libc6-dev
 DOCKER_PACKAGES    = docker.io busybox-static
 BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
+PHASE_PACKAGES     = python3
 INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc g++ make libc6-dev procps
 DEMO_PACKAGES      = debootstrap
 
@@ -51,7 +52,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test pool-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test pool-test phase-test pressure-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -81,7 +82,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test pool-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test pool-test phase-test pressure-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -117,6 +118,14 @@ template-test: build stock check-root ## Restore sandboxes that share a template
 pool-test: build check-root ## Share pages among sandboxes, and kill the pool meanwhile
 	@$(INSTALL) $(UNIT_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/pool -runtime=$(RUNTIME) -require
+
+phase-test: build check-root ## Recognise the waits and resumes of programs of many shapes
+	@$(INSTALL) $(PHASE_PACKAGES)
+	$(SANDBOX) -timeout 10m ./test/phase -runtime=$(RUNTIME) -require
+
+pressure-test: build stock check-root ## Run sandboxes in less memory than they use
+	@$(INSTALL) $(UNIT_PACKAGES)
+	$(SANDBOX) -timeout 10m ./test/pressure $(RUNTIMES)
 
 # A machine without zram, or with swap in use, does without the system linux.
 agentbench-test: build stock check-root ## Run a small benchmark of agents
@@ -175,7 +184,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi

@@ -17,8 +17,8 @@
 //     program that computes, whatever else sleeps beside it, is not waiting.
 //   - Waiting: until a resume. That is input from outside, a process that was
 //     started, a task that computes for Computes, whatever woke it, or one that
-//     wants back as much memory as WantedFaults faults tell. What is shorter, and
-//     was begun by a timer, is a beat and ends nothing.
+//     wants back as much memory at once as WantedFaults faults tell. What is
+//     shorter, and was begun by a timer, is a beat and ends nothing.
 //
 // A hint makes a state begin at once. It is never needed.
 //
@@ -48,12 +48,13 @@ const (
 	forgive = 10
 
 	// BeatLook is how often to look while something runs in a wait, and Computes
-	// how long it has to run to be a resume.
+	// how long it has to run to be a resume. It is counted in looks: on a busy
+	// host, where both take longer, a beat stays a beat.
 	BeatLook = 10 * time.Millisecond
 	Computes = 50 * time.Millisecond
 
-	// WantedFaults is how many restores since the wait began are a resume: 4 MiB
-	// at 64 KiB each.
+	// WantedFaults is how many restores since something began to run are a resume:
+	// 4 MiB at 64 KiB each.
 	WantedFaults = 64
 
 	// History is how many gaps are remembered. Those below minGap, which no idle
@@ -64,6 +65,12 @@ const (
 	// Cost is what an eviction and the restores that it causes cost, in seconds
 	// of memory saved: gaps of less than a second are not worth it.
 	Cost = 800 * time.Millisecond
+)
+
+// The reasons for a resume that need not have come from outside.
+const (
+	Computing   = "a task computes"
+	WantsMemory = "memory is wanted"
 )
 
 // A Hint is what somebody who knows says of the phase.
@@ -118,11 +125,11 @@ type Detector struct {
 
 	hinted Hint
 
-	// start is the sample that the present or last wait began with, and burst
-	// since when something has been seen to run in it, or zero.
-	start Sample
-	burst time.Time
-	beats uint64
+	// looks counts those, in a wait, since something was seen to begin to run;
+	// wanted is how many faults there were before.
+	looks  int
+	wanted uint64
+	beats  uint64
 }
 
 // NewDetector returns a Detector with the given shortest idle time, in the working
@@ -207,7 +214,7 @@ func (d *Detector) Working(s Sample) (waiting bool, why string) {
 		why = "nothing runs"
 	}
 	d.hinted = NoHint
-	d.start, d.burst = s, time.Time{}
+	d.looks, d.wanted = 0, s.Faults
 	return true, why
 }
 
@@ -215,12 +222,10 @@ func (d *Detector) Working(s Sample) (waiting bool, why string) {
 // often as it asks for. It returns why the wait is over, or else after how long to
 // call it again, or 0 if it was a beat, which is over.
 func (d *Detector) Activity(s Sample) (resumed string, again time.Duration) {
-	first := d.burst.IsZero()
+	first := d.looks == 0
 	last := d.last
 	d.last = s
-	if first {
-		d.burst = s.Now
-	}
+	d.looks++
 	switch {
 	case d.hinted == HintResume:
 		d.hinted = NoHint
@@ -230,14 +235,14 @@ func (d *Detector) Activity(s Sample) (resumed string, again time.Duration) {
 	case first && s.Timers == last.Timers:
 		// Neither: the task is new, or was stopped.
 		resumed = "a task was started"
-	case s.Faults-d.start.Faults >= WantedFaults:
-		resumed = "memory is wanted"
+	case s.Faults-d.wanted >= WantedFaults:
+		resumed = WantsMemory
 	case !s.Running:
 		d.beats++
-		d.burst = time.Time{}
+		d.looks, d.wanted = 0, s.Faults
 		return "", 0
-	case s.Now.Sub(d.burst) >= Computes:
-		resumed = "a task computes"
+	case d.looks > int(Computes/BeatLook):
+		resumed = Computing
 	default:
 		return "", BeatLook
 	}

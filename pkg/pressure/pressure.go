@@ -31,6 +31,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -165,13 +166,19 @@ func readNumber(file string) (uint64, error) {
 // A Gauge reads how scarce memory is. Its methods may be called concurrently. A nil
 // Gauge always tells None.
 type Gauge struct {
+	// files and now are immutable.
 	files Files
 	now   func() time.Time
 
+	// nextRead is when the last reading counts no longer, in nanoseconds since the
+	// Gauge was made, and level what it said.
+	made     time.Time
+	nextRead atomic.Int64
+	level    atomic.Int32
+
 	mu sync.Mutex
-	// used is the last reading, taken at readAt; hostHigh the host's, at hostAt.
+	// used is the last reading; hostHigh the host's, taken at hostAt.
 	used     uint64
-	readAt   time.Time
 	hostHigh bool
 	hostAt   time.Time
 	// err is what the last reading failed with.
@@ -181,7 +188,7 @@ type Gauge struct {
 
 // FromFiles returns a Gauge, which owns the files.
 func FromFiles(f Files) *Gauge {
-	return &Gauge{files: f, now: time.Now}
+	return &Gauge{files: f, now: time.Now, made: time.Now()}
 }
 
 // Close closes the files.
@@ -192,7 +199,6 @@ func (g *Gauge) Close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.files.Close()
-	g.files = Files{}
 }
 
 // Limit is the limit, in bytes, or 0 if there is none.
@@ -205,6 +211,12 @@ func (g *Gauge) Limit() uint64 {
 
 // Level tells how scarce memory is for the sandbox, at most maxAge ago.
 func (g *Gauge) Level() Level {
+	if g == nil || g.files.Limit == 0 {
+		return None
+	}
+	if int64(g.now().Sub(g.made)) < g.nextRead.Load() {
+		return Level(g.level.Load())
+	}
 	l, _ := g.Read()
 	return l
 }
@@ -216,25 +228,28 @@ func (g *Gauge) Read() (Level, uint64) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if now := g.now(); now.Sub(g.readAt) >= maxAge {
-		g.readAt = now
+	if now := int64(g.now().Sub(g.made)); now >= g.nextRead.Load() {
 		if used, err := g.read(); err == nil {
 			g.used, g.err = used, nil
 		} else {
-			g.err = err
+			g.used, g.err = 0, err
 		}
+		g.level.Store(int32(g.levelOf(g.used)))
+		g.nextRead.Store(now + int64(maxAge))
 	}
+	return Level(g.level.Load()), g.used
+}
+
+func (g *Gauge) levelOf(used uint64) Level {
 	limit := g.files.Limit
 	critical := min(uint64(Critical*float64(limit)), limit-min(limit/2, minHeadroom))
 	switch {
-	case g.err != nil:
-		return None, 0
-	case g.used >= critical:
-		return CriticalLevel, g.used
-	case g.used >= min(uint64(High*float64(limit)), critical):
-		return HighLevel, g.used
+	case used >= critical:
+		return CriticalLevel
+	case used >= min(uint64(High*float64(limit)), critical):
+		return HighLevel
 	}
-	return None, g.used
+	return None
 }
 
 // Err is why the last reading failed, or nil.

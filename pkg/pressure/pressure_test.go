@@ -64,7 +64,7 @@ func TestOpen(t *testing.T) {
 			g := FromFiles(*f)
 			defer g.Close()
 			now := time.Unix(1000, 0)
-			g.now = func() time.Time { return now }
+			g.made, g.now = now, func() time.Time { return now }
 			level := func(want Level, used uint64) {
 				t.Helper()
 				h.write(c.usage, fmt.Sprintln(used))

@@ -264,6 +264,9 @@ func (d *driver) run() {
 		return
 	}
 	var heldAfter uint64
+	// floor is idleFloor, or more if timers in the guest bring memory back: what
+	// they want is left to them, after a few evictions in vain.
+	floor := uint64(idleFloor)
 	// quiet is the time since memory was last wanted back. A gap in which little
 	// was ends a wait, but not this.
 	quiet := quietTime{since: time.Now()}
@@ -281,6 +284,8 @@ func (d *driver) run() {
 		var ended phase.Wait
 		// beatPause is how long memory that beats bring back stays, at least.
 		beatPause := 5 * time.Second
+		// beaten is what beats have brought back, if that is what is evicted.
+		beaten := uint64(0)
 		stop := func() bool {
 			select {
 			case <-d.stop:
@@ -294,8 +299,9 @@ func (d *driver) run() {
 			var res memfile.EvictResult
 			retry := d.f.IsAsyncLoading()
 			held, err := d.b.HeldBytes()
-			if due := err == nil && held > heldAfter+idleFloor && !retry; due && d.takeTurn(w.resumed) {
+			if due := err == nil && held > heldAfter+floor && !retry; due && d.takeTurn(w.resumed) {
 				workStart := time.Now()
+				floor = max(floor, 2*beaten)
 				tier := codec.TierMid
 				switch {
 				case process.background.governor.Busy() && !process.scarce.pressed():
@@ -349,8 +355,9 @@ func (d *driver) run() {
 					late = false
 					continue
 				case <-w.beat:
-					if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+idleFloor && time.Since(evicted) > beatPause {
+					if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+floor && time.Since(evicted) > beatPause {
 						beatPause *= 2
+						beaten = held - heldAfter
 						late, again = false, true
 					}
 					continue
@@ -374,7 +381,13 @@ func (d *driver) run() {
 		ended.Length = time.Since(waitStart)
 		d.mu.Lock()
 		d.det.Ended(ended)
+		external := d.why != phase.Computing && d.why != phase.WantsMemory
 		d.mu.Unlock()
+		if external {
+			floor = idleFloor
+		} else if held, err := d.b.HeldBytes(); err == nil && ended.Evicted != 0 && held > heldAfter {
+			floor = max(floor, 2*(held-heldAfter))
+		}
 		// Work that needs its memory back shows at once.
 		if !resume.work(phase.Look) {
 			return

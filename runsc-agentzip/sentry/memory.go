@@ -14,24 +14,28 @@ import (
 )
 
 const (
-	// throttleMax is how long a fault waits for memory at most. Whatever is wrong,
-	// the application goes on, and the kernel decides.
+	// throttleMax is how long a fault or a system call waits for memory at most.
+	// Whatever is wrong, the application goes on, and the kernel decides.
 	throttleMax = 2 * time.Second
 	// throttleStep is how often a fault that waits looks again.
 	throttleStep = time.Millisecond
 
-	// reliefPause is how long the sandbox works undisturbed after an eviction that
-	// pressure caused, as a multiple of what that took: under high pressure, and
-	// under critical.
-	reliefPauseHigh, reliefPauseCritical = 3, 0
+	// throttlePasses is after how many evictions a fault goes on, whatever they have
+	// freed: the first of them may have begun before it.
+	throttlePasses = 2
+
+	// reliefPause is for how long, as a multiple of what an eviction took, the
+	// sandbox works undisturbed after it, unless pressure gets critical.
+	reliefPause = 3
 	// deepenSlice is how long pages are compressed harder before it is time to look
 	// what else can be evicted.
 	deepenSlice = 500 * time.Millisecond
-	// futilePause is the pause after one that freed less than futileBytes, and
-	// until when nobody waits for another: all memory is in use, or has no
-	// profitable form.
+	// futilePause is the pause after one that freed less than futileBytes although
+	// manyBytes were there, and until when nobody waits for another: what is in
+	// memory is in use, or has no profitable form.
 	futilePause = 500 * time.Millisecond
 	futileBytes = 1 << 20
+	manyBytes   = 4 << 20
 )
 
 // scarcity is what a sandbox does when memory is scarce. Its zero value is that
@@ -41,10 +45,12 @@ type scarcity struct {
 	// wanted has an element if somebody wants memory to be evicted.
 	wanted chan struct{}
 
+	// evictions counts those that have ended.
 	evictions, throttled atomic.Uint64
 	// futile is until when evicting is known to free nothing, in Unix nanoseconds.
 	futile atomic.Int64
-	// notBefore is when the next eviction is due. It belongs to the driver.
+	// notBefore is when the next eviction is due under high pressure. It belongs to
+	// the driver.
 	notBefore time.Time
 }
 
@@ -57,7 +63,7 @@ func (s *scarcity) pressed() bool {
 	return g.Level() >= pressure.HighLevel || g.HostHigh()
 }
 
-// admit is called before a fault is handled.
+// admit is called before a fault or a system call is handled.
 func (s *scarcity) admit() {
 	g := s.gauge.Load()
 	if g.Limit() == 0 {
@@ -74,10 +80,10 @@ func (s *scarcity) admit() {
 	if l != pressure.CriticalLevel {
 		return
 	}
-	start := time.Now()
+	start, passes := time.Now(), s.evictions.Load()
 	for now := start; now.Sub(start) < throttleMax && now.UnixNano() >= s.futile.Load(); now = time.Now() {
 		time.Sleep(throttleStep)
-		if g.Level() != pressure.CriticalLevel {
+		if g.Level() != pressure.CriticalLevel || s.evictions.Load() >= passes+throttlePasses {
 			break
 		}
 	}
@@ -92,7 +98,10 @@ func (d *driver) relieve() {
 	s := &process.scarce
 	l := s.level()
 	now := time.Now()
-	if l == pressure.None || now.Before(s.notBefore) || d.f.IsAsyncLoading() {
+	switch {
+	case l == pressure.None || d.f.IsAsyncLoading() || now.UnixNano() < s.futile.Load():
+		return
+	case l == pressure.HighLevel && now.Before(s.notBefore):
 		return
 	}
 	before, err := d.b.HeldBytes()
@@ -120,18 +129,13 @@ func (d *driver) relieve() {
 			})
 		}
 	})
-	s.evictions.Add(1)
 	took := time.Since(now)
-	pause := took * reliefPauseHigh
-	if l == pressure.CriticalLevel {
-		pause = took * reliefPauseCritical
-	}
 	after, _ := d.b.HeldBytes()
-	if res.Evicted<<12 < futileBytes && deepened == 0 {
-		pause = max(pause, futilePause)
+	if res.Evicted<<12 < futileBytes && res.Marked<<12 >= manyBytes && deepened == 0 {
 		s.futile.Store(time.Now().Add(futilePause).UnixNano())
 	}
-	s.notBefore = time.Now().Add(pause)
+	s.evictions.Add(1)
+	s.notBefore = time.Now().Add(took * reliefPause)
 	log.Debugf("agentzip: memory pressure is %v: evicted %d of %d pages and compressed %d harder in %v, %d -> %d bytes in memory (%v)", l, res.Evicted, res.Marked, deepened, took, before, after, err)
 }
 

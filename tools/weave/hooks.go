@@ -158,16 +158,22 @@ var edits = []Edit{
 		Anchor: "mm.as.MapFile(thisMapAR.Start, pma.file,", Where: Replace, Text: `mm.mapFileLocked(pma, thisMapAR.Start,`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "mm.mapASLocked(ctx, pseg, ar, memmap.PlatformEffectDefault)", Where: Replace, Text: `mm.mapFaultLocked(ctx, pseg, ar, at)`},
-	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
-		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
-	mm.mf.Admit()
-`},
 	{File: "pkg/sentry/mm/mm.go", Decl: "type MemoryManager",
 		Anchor: "captureInvalidations  bool", Where: Before, Text: `
 	// templateMu orders, for the pages of this MemoryManager, mapping the
 	// template's copy into as against replacing such mappings. It follows
 	// activeMu.
 	templateMu agentzipMutex ` + "`state:\"nosave\"`" + `
+`},
+
+	// --- Memory limits: nobody asks for more while there is none ---
+
+	{File: "pkg/sentry/kernel/task_syscall.go", Decl: "Task.doSyscall",
+		Anchor: "t.Arch().SyscallSaveOrig()", Where: Before, Text: `
+	t.k.mf.Admit()`},
+	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
+		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
+	mm.mf.Admit()
 `},
 
 	// --- Phases: what makes an idle sandbox run, and hints ---

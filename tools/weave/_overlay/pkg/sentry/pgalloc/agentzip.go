@@ -74,8 +74,8 @@ type PageBackend interface {
 	// being the page at start, as mincore would had the page not been evicted.
 	OverlayCommitted(start uint64, vec []byte)
 
-	// Admit is called before a fault of an application is handled, with no lock
-	// held: it may wait for memory.
+	// Admit is called before a fault or a system call of an application is handled,
+	// with no lock held: it may wait for memory.
 	Admit()
 
 	// HasTemplate tells whether there is a template: an immutable file with
