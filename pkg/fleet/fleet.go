@@ -473,7 +473,10 @@ func Reclaim(root string) error {
 		for _, p := range s.Processes {
 			p.kill()
 		}
-		if _, err := checkBinary(rec.Binary); err == nil {
+		// runsc would kill whoever has the id of a process of the sandbox now. Its
+		// state files go with the root directory then.
+		reused := slices.ContainsFunc(s.Processes, processID.reused)
+		if _, err := checkBinary(rec.Binary); err == nil && !reused {
 			ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 			// Best effort: its processes are gone; this removes state files
 			// and a control socket that did not fit into the root directory.

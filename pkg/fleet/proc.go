@@ -47,6 +47,12 @@ func (p processID) kill() {
 	unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0)
 }
 
+// reused tells whether the process is gone and its id another's.
+func (p processID) reused() bool {
+	now := identify(p.PID)
+	return now != (processID{}) && now != p
+}
+
 type procStat struct {
 	comm  string
 	state byte

@@ -8,6 +8,8 @@ import (
 	"pgregory.net/rapid"
 )
 
+const idle = 200 * time.Millisecond
+
 // A world is a sandbox whose tasks do what a test says, and a Detector that looks at
 // it as the driver does.
 type world struct {
@@ -18,6 +20,8 @@ type world struct {
 	// waiting is what the Detector believes.
 	waiting bool
 	resumes []string
+	// faulting tasks restore memory all the time.
+	faulting bool
 }
 
 func newWorld(t require.TestingT) *world {
@@ -42,6 +46,9 @@ func (w *world) run(length time.Duration) {
 			continue
 		}
 		resumed, again := w.d.Activity(w.s)
+		if w.faulting {
+			w.s.Faults++
+		}
 		if resumed != "" {
 			w.waiting = false
 			w.resumes = append(w.resumes, resumed)
@@ -115,11 +122,8 @@ func TestPhases(t *testing.T) {
 			}
 		}, true, "only timers fire", nil, 0},
 		{"a timer that begins to compute", func(w *world) { w.idle(time.Second); w.timer(time.Second) }, false, "", []string{"a task computes"}, 0},
-		{"a timer that wants memory", func(w *world) {
-			w.idle(time.Second)
-			w.s.Faults += WantedFaults
-			w.timer(time.Millisecond)
-		}, false, "", []string{"memory is wanted"}, 0},
+		{"a beat that wants memory", func(w *world) { w.idle(time.Second); w.faulting = true; w.timer(Restores - 2*BeatLook) }, true, "nothing runs", nil, 1},
+		{"a timer that wants memory", func(w *world) { w.idle(time.Second); w.faulting = true; w.timer(time.Second) }, false, "", []string{"memory is wanted"}, 0},
 		{"half of the time", func(w *world) {
 			for range 100 {
 				w.timer(2 * Look)
@@ -181,6 +185,18 @@ func TestLearnt(t *testing.T) {
 	}
 }
 
+// TestLearntFromWork: what takes long to evict has to wait longer to be worth it.
+func TestLearntFromWork(t *testing.T) {
+	w := newWorld(t)
+	for range 20 {
+		w.input(500 * time.Millisecond)
+		w.idle(3 * time.Second)
+		w.d.Evicted(2 * time.Second)
+	}
+	w.input(time.Second)
+	require.Equal(t, MaxIdle*idle, w.d.Idle())
+}
+
 // TestAnyHistory checks, whatever happens: a sandbox with nothing but short beats in
 // it waits after the idle time and keeps waiting, and one that computes does not.
 func TestAnyHistory(t *testing.T) {
@@ -202,7 +218,7 @@ func TestAnyHistory(t *testing.T) {
 			case "hint":
 				w.d.Hint(Hint(length % 3))
 			}
-			if i := w.d.Idle(); i < idle || i > MaxBackoff*idle {
+			if i := w.d.Idle(); i < idle || i > MaxIdle*idle {
 				t.Fatalf("the idle time is %v", i)
 			}
 		}

@@ -17,8 +17,10 @@
 //     program that computes, whatever else sleeps beside it, is not waiting.
 //   - Waiting: until a resume. That is input from outside, a process that was
 //     started, a task that computes for Computes, whatever woke it, or one that
-//     wants back as much memory at once as WantedFaults faults tell. What is
-//     shorter, and was begun by a timer, is a beat and ends nothing.
+//     takes memory back for Restores: the first heartbeat after an eviction takes
+//     longer than it would, for want of its memory. What is shorter, and was begun
+//     by a timer, is a beat and ends nothing. (So is input that comes amid a beat
+//     and takes no longer to be worked off, which does not matter.)
 //
 // A hint makes a state begin at once. It is never needed.
 //
@@ -27,9 +29,8 @@
 // Heavy work pays in a wait that lasts seconds, and is in the way in a gap between
 // two calls of a tool. The idle time is the one, of the configured one and 2, 4, 8
 // and 16 times that, that would have paid most over the last History gaps: one
-// that lasts g seconds and is recognised after t gains g - t seconds less Cost. Apart
-// from that, evictions that were undone right away double it, and worthwhile ones
-// halve it again.
+// that lasts g seconds and is recognised after t gains g - t seconds less Cost, or
+// less twice the time that evictions take of late.
 //
 // A Detector is pure: it is told what happens and when, so that it can be tested
 // without a sandbox and without sleeping.
@@ -38,8 +39,8 @@ package phase
 import "time"
 
 const (
-	// MaxBackoff is the largest factor by which the idle time grows.
-	MaxBackoff = 16
+	// MaxIdle is the largest factor by which the idle time grows.
+	MaxIdle = 16
 
 	// Look is how often a working sandbox should be looked at.
 	Look = 20 * time.Millisecond
@@ -47,15 +48,13 @@ const (
 	// forgive is how many quiet looks make up for one that saw a task run.
 	forgive = 10
 
-	// BeatLook is how often to look while something runs in a wait, and Computes
-	// how long it has to run to be a resume. It is counted in looks: on a busy
-	// host, where both take longer, a beat stays a beat.
+	// BeatLook is how often to look while something runs in a wait. Computes is
+	// how long it has to run without restoring memory to be a resume, and Restores
+	// how long in any case. Both are counted in looks: on a busy host, where all
+	// takes longer, a beat stays a beat.
 	BeatLook = 10 * time.Millisecond
 	Computes = 50 * time.Millisecond
-
-	// WantedFaults is how many restores since something began to run are a resume:
-	// 4 MiB at 64 KiB each.
-	WantedFaults = 64
+	Restores = 300 * time.Millisecond
 
 	// History is how many gaps are remembered. Those below minGap, which no idle
 	// time would recognise, are not.
@@ -107,12 +106,13 @@ type Sample struct {
 
 // A Detector is the state of one sandbox. It is not safe for concurrent use.
 type Detector struct {
-	base   time.Duration
-	factor int
+	base time.Duration
 
-	// gaps are the last gaps, in a ring; next is the place of the next one.
+	// gaps are the last gaps, in a ring, and n counts them. work is how long
+	// evictions take, the later ones counting more.
 	gaps [History]time.Duration
 	n    int
+	work time.Duration
 
 	// last is the sample that was looked at last.
 	last Sample
@@ -125,32 +125,27 @@ type Detector struct {
 
 	hinted Hint
 
-	// looks counts those, in a wait, since something was seen to begin to run;
-	// wanted is how many faults there were before.
-	looks  int
-	wanted uint64
-	beats  uint64
+	// looks counts those, in a wait, since something was seen to begin to run, and
+	// computing those of them before which no memory was restored.
+	looks, computing int
+	beats            uint64
 }
 
 // NewDetector returns a Detector with the given shortest idle time, in the working
 // state.
 func NewDetector(idle time.Duration) *Detector {
-	return &Detector{base: idle, factor: 1}
+	return &Detector{base: idle}
 }
 
-// Idle is how long nothing has to happen for the sandbox to count as waiting.
+// Idle is how long nothing has to happen for the sandbox to count as waiting: the
+// time that would have paid most.
 func (d *Detector) Idle() time.Duration {
-	return max(d.base*time.Duration(d.factor), d.learnt())
-}
-
-// learnt is the idle time that would have paid most.
-func (d *Detector) learnt() time.Duration {
 	best, bestGain := d.base, time.Duration(0)
-	for f := time.Duration(1); f <= MaxBackoff; f *= 2 {
+	for f := time.Duration(1); f <= MaxIdle; f *= 2 {
 		t, gain := d.base*f, time.Duration(0)
 		for _, g := range d.gaps[:min(d.n, History)] {
 			if g > t {
-				gain += g - t - Cost
+				gain += g - t - max(Cost, 2*d.work)
 			}
 		}
 		if f == 1 || gain > bestGain {
@@ -214,7 +209,7 @@ func (d *Detector) Working(s Sample) (waiting bool, why string) {
 		why = "nothing runs"
 	}
 	d.hinted = NoHint
-	d.looks, d.wanted = 0, s.Faults
+	d.looks, d.computing = 0, 0
 	return true, why
 }
 
@@ -225,7 +220,9 @@ func (d *Detector) Activity(s Sample) (resumed string, again time.Duration) {
 	first := d.looks == 0
 	last := d.last
 	d.last = s
-	d.looks++
+	if d.looks++; !first && s.Faults == last.Faults {
+		d.computing++
+	}
 	switch {
 	case d.hinted == HintResume:
 		d.hinted = NoHint
@@ -235,13 +232,13 @@ func (d *Detector) Activity(s Sample) (resumed string, again time.Duration) {
 	case first && s.Timers == last.Timers:
 		// Neither: the task is new, or was stopped.
 		resumed = "a task was started"
-	case s.Faults-d.wanted >= WantedFaults:
-		resumed = WantsMemory
 	case !s.Running:
 		d.beats++
-		d.looks, d.wanted = 0, s.Faults
+		d.looks, d.computing = 0, 0
 		return "", 0
-	case d.looks > int(Computes/BeatLook):
+	case d.looks > int(Restores/BeatLook):
+		resumed = WantsMemory
+	case d.computing >= int(Computes/BeatLook):
 		resumed = Computing
 	default:
 		return "", BeatLook
@@ -257,27 +254,7 @@ func (d *Detector) Resumed(s Sample) {
 	d.restart(s)
 }
 
-// A Wait is what became of one wait.
-type Wait struct {
-	// Length is how long it lasted, from the moment it was recognised.
-	Length time.Duration
-	// Work is how long the eviction took.
-	Work time.Duration
-	// Evicted is how many pages were evicted during it, and Undone how many of
-	// the marked pages were touched before the eviction was over.
-	Evicted, Undone uint64
-}
-
-// Ended tells the Detector of a wait that ended.
-func (d *Detector) Ended(w Wait) {
-	if w.Evicted+w.Undone == 0 {
-		return
-	}
-	// Not worth it: most pages were wanted back at once, or the wait was
-	// hardly longer than the work.
-	if w.Undone > w.Evicted || w.Length <= 2*w.Work {
-		d.factor = min(2*d.factor, MaxBackoff)
-		return
-	}
-	d.factor = max(d.factor/2, 1)
+// Evicted tells the Detector how long the eviction of a wait took.
+func (d *Detector) Evicted(took time.Duration) {
+	d.work += (took - d.work) / 4
 }

@@ -2,6 +2,7 @@ package sentry
 
 import (
 	"errors"
+	"math/rand/v2"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -109,9 +110,16 @@ func (d *driver) enter(waiting bool, why string) {
 	}
 }
 
+// glance is how long a task must be seen to run to count as running: longer than
+// most beats.
+const glance = 3 * time.Millisecond
+
 // looksWaiting is for a sandbox that was working when it was last looked at.
 func (d *driver) looksWaiting() bool {
 	s := d.sample()
+	if s.Running && d.sleep(glance) {
+		s = d.sample()
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	waiting, why := d.det.Working(s)
@@ -275,13 +283,14 @@ func (d *driver) run() {
 	for {
 		for !d.looksWaiting() {
 			d.relieve()
-			if !resume.work(phase.Look) {
+			// Not at a fixed pace, which a thread that polls may share.
+			if !resume.work(phase.Look - 2*time.Millisecond + rand.N(4*time.Millisecond)) {
 				return
 			}
 		}
-		waitStart := time.Now()
 		w := d.watch()
-		var ended phase.Wait
+		// ended adds up the evictions of the wait.
+		var ended memfile.EvictResult
 		// beatPause is how long memory that beats bring back stays, at least.
 		beatPause := 5 * time.Second
 		// beaten is what beats have brought back, if that is what is evicted.
@@ -300,7 +309,6 @@ func (d *driver) run() {
 			retry := d.f.IsAsyncLoading()
 			held, err := d.b.HeldBytes()
 			if due := err == nil && held > heldAfter+floor && !retry; due && d.takeTurn(w.resumed) {
-				workStart := time.Now()
 				floor = max(floor, 2*beaten)
 				tier := codec.TierMid
 				switch {
@@ -309,13 +317,12 @@ func (d *driver) run() {
 				case d.conf.deepenAfter == 0:
 					tier = codec.TierDeep
 				}
-				quiet = quietTime{since: workStart}
+				quiet = quietTime{since: time.Now()}
 				process.background.run(func() {
 					res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 				})
-				ended.Work += time.Since(workStart)
+				ended.Elapsed += res.Elapsed
 				ended.Evicted += res.Evicted
-				ended.Undone += res.Aborted + res.Skipped
 				logEvict(res, err)
 				resume = newResumption(d)
 				d.tellStep()
@@ -378,9 +385,10 @@ func (d *driver) run() {
 			}
 		}
 		close(w.ended)
-		ended.Length = time.Since(waitStart)
 		d.mu.Lock()
-		d.det.Ended(ended)
+		if ended.Evicted != 0 {
+			d.det.Evicted(ended.Elapsed)
+		}
 		external := d.why != phase.Computing && d.why != phase.WantsMemory
 		d.mu.Unlock()
 		if external {
