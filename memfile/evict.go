@@ -338,8 +338,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		}
 	}()
 	// Encode. e.word[i] becomes the word that page i gets when it is evicted,
-	// or 0. A bit in reused says that it is the form that was kept, and that the
-	// page is committing already.
+	// or 0. A bit in reused says that it is the form that was kept.
 	reused := uint64(0)
 	for i := range n {
 		e.word[i] = 0
@@ -363,12 +362,16 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			if !b.commit(e, first, i) {
 				continue
 			}
-			if b.isKept(page, first+uint64(i), old) {
+			// While it is committing nobody else gives the form up; the word
+			// that was looked at first may have been another.
+			old = e.old[i]
+			kept := handleOf(old) != 0 && b.isKept(page, first+uint64(i), old)
+			b.uncommit(e, first, i)
+			if kept {
 				reused |= 1 << i
 				e.word[i] = evicted | old&formMask
 				continue
 			}
-			b.uncommit(e, first, i)
 		}
 		hash, w := b.shareEvicted(e, &input, first+uint64(i))
 		if w != 0 {
@@ -408,11 +411,25 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 
 	// Commit runs of pages that are still candidates.
 	commit := func(i int) bool {
-		return e.word[i] != 0 && (reused>>i&1 != 0 || b.commit(e, first, i))
+		if e.word[i] == 0 || !b.commit(e, first, i) {
+			return false
+		}
+		if reused>>i&1 != 0 && e.old[i]&formMask != e.word[i]&formMask {
+			// The form was given up meanwhile (dropKept). A page gets its next
+			// one from an eviction, so it cannot be another that looks the same.
+			b.uncommit(e, first, i)
+			return false
+		}
+		return true
+	}
+	give := func(i int) {
+		if reused>>i&1 == 0 {
+			b.discard(e.word[i])
+		}
 	}
 	for i := 0; i < n; {
 		if !commit(i) {
-			b.discard(e.word[i])
+			give(i)
 			i++
 			continue
 		}
@@ -429,9 +446,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 			at := b.table.at(first + uint64(k))
 			if intact {
 				atomic.StoreUint64(at, e.old[k])
-				if reused>>k&1 == 0 {
-					b.discard(e.word[k])
-				}
+				give(k)
 				continue
 			}
 			b.stats.form(tagOf(e.word[k])).Add(1)
@@ -445,13 +460,9 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		}
 		b.waiters.wake(lo, hi)
 		if perr != nil {
-			// Of the pages from j on, only those with reused forms are claimed.
+			// Page j may have been claimed by nobody: only [i, j) is.
 			for k := j; k < n; k++ {
-				if reused>>k&1 != 0 {
-					b.uncommit(e, first, k)
-				} else {
-					b.discard(e.word[k])
-				}
+				give(k)
 			}
 			b.stats.evictedTotal.Add(done)
 			return done, rejected, fmt.Errorf("freeing memory file offsets %#x-%#x: %w", lo<<pageShift, hi<<pageShift, perr)

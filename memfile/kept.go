@@ -17,7 +17,8 @@ import (
 // eviction takes it only if it decodes to the page, byte by byte. It costs a tenth
 // of the page, or less, for as long as the page is in the file; it is counted as
 // part of the store, and is given up when the page is freed or pinned, when an
-// eviction finds the page changed, and when the store is full.
+// eviction finds the page changed, when the store is full or memory is scarce. While
+// a checkpoint has all pages in the file none is kept.
 //
 // A form that refers to the pool is not kept: what it refers to may move.
 
@@ -74,6 +75,15 @@ func (b *Backend) forgetKept(w word) {
 	if handleOf(w) != 0 {
 		b.stats.kept.Add(-1)
 		b.discard(w)
+	}
+}
+
+// DropKept gives up all kept forms, for the memory that they take.
+func (b *Backend) DropKept() {
+	b.passMu.Lock()
+	defer b.passMu.Unlock()
+	if !b.closed.Load() {
+		b.dropKept()
 	}
 }
 

@@ -120,7 +120,7 @@ func (b *Backend) finish(page uint64, w word) {
 	b.frees.open()
 	defer b.frees.close()
 	b.stats.restored.Add(1)
-	if b.keepable(w) {
+	if b.inhibit.Load() == 0 && b.keepable(w) {
 		b.stats.kept.Add(1)
 		b.stats.form(tagOf(w)).Add(-1)
 		atomic.StoreUint64(b.table.at(page), resident|w&(tmapped|formMask))

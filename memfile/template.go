@@ -224,15 +224,15 @@ func (b *Backend) Piece(start, end uint64) (pieceEnd uint64, template bool) {
 		}
 		return p
 	}
-	if q := run(p); q-p > pieceMin || q == last && q > p {
+	q := run(p)
+	if q-p > pieceMin || q == last && q > p {
 		return q << pageShift, true
 	}
-	for p < last {
-		q := run(p)
-		if q-p > pieceMin {
+	// Page q was not the template's, whatever it is by now: the piece has it.
+	for p = q + 1; p < last; p = q + 1 {
+		if q = run(p); q-p > pieceMin {
 			break
 		}
-		p = q + 1
 	}
 	return min(p, last) << pageShift, false
 }

@@ -56,6 +56,9 @@ const (
 	Computes = 50 * time.Millisecond
 	Restores = 300 * time.Millisecond
 
+	// HintLasts is how long a hint to wait counts while something runs still.
+	HintLasts = 5 * time.Second
+
 	// History is how many gaps are remembered. Those below minGap, which no idle
 	// time would recognise, are not.
 	History = 32
@@ -123,7 +126,9 @@ type Detector struct {
 	timersAtQuiet  uint64
 	strikes, clean int
 
-	hinted Hint
+	// hinted is what somebody said, since hintedAt as far as looks tell.
+	hinted   Hint
+	hintedAt time.Time
 
 	// looks counts those, in a wait, since something was seen to begin to run, and
 	// computing those of them before which no memory was restored.
@@ -167,7 +172,7 @@ func (d *Detector) gap(g time.Duration) {
 }
 
 // Hint says what the phase is about to be.
-func (d *Detector) Hint(h Hint) { d.hinted = h }
+func (d *Detector) Hint(h Hint) { d.hinted, d.hintedAt = h, time.Time{} }
 
 // Beats is how many beats there were.
 func (d *Detector) Beats() uint64 { return d.beats }
@@ -185,6 +190,13 @@ func (d *Detector) restart(s Sample) {
 func (d *Detector) Working(s Sample) (waiting bool, why string) {
 	last := d.last
 	d.last = s
+	if d.hinted == HintWait {
+		if d.hintedAt.IsZero() {
+			d.hintedAt = s.Now
+		} else if s.Now.Sub(d.hintedAt) > HintLasts {
+			d.hinted = NoHint
+		}
+	}
 	if d.quiet.IsZero() || s.Events != last.Events {
 		d.restart(s)
 	}

@@ -30,7 +30,12 @@ const (
 // idleFloor is how much memory must have come back since the last eviction for
 // another one to be worth its scan, in bytes. It keeps a heartbeat timer in the
 // guest from causing an eviction per beat.
-const idleFloor = 1 << 20
+//
+// maxFloor is up to how much is left to a heartbeat that wants it back each time.
+const (
+	idleFloor = 1 << 20
+	maxFloor  = 8 << 20
+)
 
 // A driver evicts the memory of one kernel while its tasks wait.
 type driver struct {
@@ -107,6 +112,11 @@ func (d *driver) enter(waiting bool, why string) {
 	d.waiting, d.why, d.since = waiting, why, now
 	if waiting {
 		d.waits++
+	}
+	// What was hinted at has happened.
+	select {
+	case <-d.hinted:
+	default:
 	}
 }
 
@@ -224,7 +234,8 @@ func (d *driver) hint(h phase.Hint) {
 	defer d.mu.Unlock()
 	switch {
 	case d.waiting == (h == phase.HintWait):
-		// It is so already.
+		// It is so already, and stays so.
+		d.det.Hint(phase.NoHint)
 	case h == phase.HintWait:
 		d.det.Hint(h)
 	default:
@@ -291,16 +302,17 @@ func (d *driver) run() {
 		w := d.watch()
 		// ended adds up the evictions of the wait.
 		var ended memfile.EvictResult
-		// beatPause is how long memory that beats bring back stays, at least.
-		beatPause := 5 * time.Second
-		// beaten is what beats have brought back, if that is what is evicted.
+		// beatPause is how long memory that beats bring back stays, at least: a
+		// runtime that collects garbage when it is idle does so once. beaten is
+		// what they have brought back, if that is what is evicted.
+		beatPause := d.conf.idle
 		beaten := uint64(0)
 		stop := func() bool {
 			select {
 			case <-d.stop:
 				return true
 			default:
-				return w.over()
+				return w.over() || len(d.hinted) != 0
 			}
 		}
 		for again := true; again; {
@@ -308,8 +320,9 @@ func (d *driver) run() {
 			var res memfile.EvictResult
 			retry := d.f.IsAsyncLoading()
 			held, err := d.b.HeldBytes()
+			heldAfter = min(heldAfter, held)
 			if due := err == nil && held > heldAfter+floor && !retry; due && d.takeTurn(w.resumed) {
-				floor = max(floor, 2*beaten)
+				floor = raise(floor, beaten)
 				tier := codec.TierMid
 				switch {
 				case process.background.governor.Busy() && !process.scarce.pressed():
@@ -338,6 +351,7 @@ func (d *driver) run() {
 				d.giveTurn()
 			}
 			evicted := time.Now()
+			var beat <-chan time.Time
 			for late := true; late; {
 				var work func(stop func() bool)
 				var timer <-chan time.Time
@@ -362,7 +376,13 @@ func (d *driver) run() {
 					late = false
 					continue
 				case <-w.beat:
-					if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+floor && time.Since(evicted) > beatPause {
+					if beat == nil {
+						beat = time.After(time.Until(evicted.Add(beatPause)))
+					}
+					continue
+				case <-beat:
+					beat = nil
+					if held, err := d.b.HeldBytes(); err == nil && held > heldAfter+floor {
 						beatPause *= 2
 						beaten = held - heldAfter
 						late, again = false, true
@@ -394,13 +414,18 @@ func (d *driver) run() {
 		if external {
 			floor = idleFloor
 		} else if held, err := d.b.HeldBytes(); err == nil && ended.Evicted != 0 && held > heldAfter {
-			floor = max(floor, 2*(held-heldAfter))
+			floor = raise(floor, held-heldAfter)
 		}
 		// Work that needs its memory back shows at once.
 		if !resume.work(phase.Look) {
 			return
 		}
 	}
+}
+
+// raise returns the floor for what a heartbeat has brought back before.
+func raise(floor, back uint64) uint64 {
+	return max(floor, min(2*back, maxFloor))
 }
 
 // resumeNow ends a wait before anything runs: somebody knows that something is about
@@ -420,7 +445,7 @@ func (d *driver) resumeNow(w *watch) {
 			case <-d.stop:
 				return true
 			default:
-				return false
+				return process.scarce.level() != pressure.None
 			}
 		})
 		log.Debugf("agentzip: prefetched %d pages on a hint (%v)", n, err)
@@ -564,6 +589,9 @@ func (d *driver) prefetch() {
 		}
 		// Tasks may block for a moment in the middle of a step.
 		if now := time.Now(); now.Sub(last) > time.Millisecond {
+			if process.scarce.level() != pressure.None {
+				return true
+			}
 			last = now
 			if d.k.RunningTasks() == 0 {
 				idle++

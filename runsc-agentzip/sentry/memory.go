@@ -49,9 +49,10 @@ type scarcity struct {
 	evictions, throttled atomic.Uint64
 	// futile is until when evicting is known to free nothing, in Unix nanoseconds.
 	futile atomic.Int64
-	// notBefore is when the next eviction is due under high pressure. It belongs to
-	// the driver.
+	// notBefore is when the next eviction is due under high pressure, and idle is
+	// set if the last one freed next to nothing. They belong to the driver.
 	notBefore time.Time
+	idle      bool
 }
 
 // level tells how scarce memory is for this sandbox.
@@ -99,9 +100,12 @@ func (d *driver) relieve() {
 	l := s.level()
 	now := time.Now()
 	switch {
-	case l == pressure.None || d.f.IsAsyncLoading() || now.UnixNano() < s.futile.Load():
+	case l == pressure.None || now.UnixNano() < s.futile.Load():
 		return
-	case l == pressure.HighLevel && now.Before(s.notBefore):
+	case d.f.IsAsyncLoading():
+		s.futile.Store(now.Add(futilePause).UnixNano())
+		return
+	case now.Before(s.notBefore) && (l == pressure.HighLevel || s.idle):
 		return
 	}
 	before, err := d.b.HeldBytes()
@@ -120,6 +124,9 @@ func (d *driver) relieve() {
 	deepened := uint64(0)
 	process.background.run(func() {
 		res, err = d.b.Evict(memfile.EvictOptions{Tier: codec.TierMid, Settle: d.conf.settle, MidStep: true, Stop: halted})
+		if s.level() == pressure.CriticalLevel {
+			d.b.DropKept()
+		}
 		// If what is left in memory is little, it is the store that has to get
 		// smaller.
 		if held, err := d.b.HeldBytes(); err == nil && held < s.gauge.Load().Limit()/3 && s.level() != pressure.None {
@@ -134,8 +141,15 @@ func (d *driver) relieve() {
 	if res.Evicted<<12 < futileBytes && res.Marked<<12 >= manyBytes && deepened == 0 {
 		s.futile.Store(time.Now().Add(futilePause).UnixNano())
 	}
+	// One that freed nothing need not be repeated at once: somebody else fills the
+	// cgroup, or the store does.
+	s.idle = res.Evicted<<12 < futileBytes && deepened == 0
+	pause := took * reliefPause
+	if s.idle {
+		pause = took
+	}
 	s.evictions.Add(1)
-	s.notBefore = time.Now().Add(took * reliefPause)
+	s.notBefore = time.Now().Add(pause)
 	log.Debugf("agentzip: memory pressure is %v: evicted %d of %d pages and compressed %d harder in %v, %d -> %d bytes in memory (%v)", l, res.Evicted, res.Marked, deepened, took, before, after, err)
 }
 

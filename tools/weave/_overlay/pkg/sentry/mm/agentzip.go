@@ -170,7 +170,7 @@ func (mm *MemoryManager) mapWindowLocked(pseg pmaIterator, ar, limit hostarch.Ad
 		if err := mm.mapPieceLocked(pseg, addrs(piece), piece, template); err != nil {
 			return limit, true, err
 		}
-		fr.Start = piece.End
+		fr.Start = piece.End // pieces are never empty
 	}
 	return limit, true, nil
 }
