@@ -21,8 +21,8 @@
 //     is counted, and no mistake);
 //   - a resume is false if a wait ended before the next request.
 //
-// None may be. A round with one is repeated up to twice, since the machine may be
-// loaded, and counted as repeated. Times are reported and not judged. TestMain prints a
+// None may be. A round with one is repeated once, since the machine may be loaded,
+// and counted as repeated. Times are reported and not judged. TestMain prints a
 // table of it all.
 //
 // The other tests are of long computations, which are no waits, whatever else is idle

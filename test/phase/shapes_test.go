@@ -255,10 +255,6 @@ func (o *outcome) judge(before sample, during, after []sample, answered time.Tim
 	o.beats = o.last.Beats - f.Beats
 }
 
-// repeats is how often a round, or a wait full of beats, is repeated that went wrong:
-// the machine may be loaded.
-const repeats = 2
-
 func TestShapes(t *testing.T) {
 	rounds := *roundsFlag
 	if testing.Short() {
@@ -275,11 +271,7 @@ func TestShapes(t *testing.T) {
 			for range rounds {
 				for _, ms := range []int{shortWork, longWork} {
 					o := round(g, ms)
-					for range repeats {
-						p := o.problem()
-						if p == "" {
-							break
-						}
+					if p := o.problem(); p != "" {
 						r.repeated[p]++
 						t.Logf("repeated, %s: %s", p, o.text)
 						o = round(g, ms)
