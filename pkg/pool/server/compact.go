@@ -129,7 +129,10 @@ func (d *domain) compact(now stamp, pressed bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if size := d.index.places + wire.MaxProbe - 1; d.index.n*sparse*4 < size && d.index.places > minPlaces {
-		d.resize(max(size/4-wire.MaxProbe+1, minPlaces))
+		// The present one does as well.
+		if err := d.resize(max(size/4-wire.MaxProbe+1, minPlaces)); err != nil && err != errCrowded {
+			d.s.log("pool: domain %s keeps an index that is larger than it needs: %v", d.name, err)
+		}
 	}
 }
 

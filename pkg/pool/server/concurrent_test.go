@@ -1,7 +1,10 @@
 package server
 
 import (
+	"encoding/binary"
 	"fmt"
+	"math"
+	"math/bits"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -116,8 +119,12 @@ func TestConcurrent(t *testing.T) {
 func TestManyReferences(t *testing.T) {
 	p := newPool(t, Options{})
 	a, b := newPeer(t, p.s, greeting("d")), newPeer(t, p.s, greeting("d"))
+	t.Cleanup(a.end)
+	t.Cleanup(b.end)
 	const n = 2*lockGroups*refGroupSize + 1000
 	d := p.s.anyDomain()
+	// By chance a key has one page of 10 million refused.
+	d.key = wire.Key{}
 	var locs []wire.Loc
 	for i := range n {
 		h := wire.NewHasher(&d.key).Sum(page(uint64(i), 8))
@@ -145,6 +152,62 @@ func TestManyReferences(t *testing.T) {
 	require.Zero(t, st.ReferencedBytes)
 	require.Zero(t, p.s.anyDomain().groups)
 	checkServer(t, p.s)
+}
+
+// An index that gets twice the places may have no room for all of its pages: it
+// gets more.
+func TestCrowdedIndex(t *testing.T) {
+	p := newPool(t, Options{})
+	a := newPeer(t, p.s, greeting("d"))
+	t.Cleanup(a.end)
+	d := p.s.anyDomain()
+	n := uint64(0)
+	add := func(at uint64) error {
+		n++
+		var h wire.Hash
+		binary.LittleEndian.PutUint64(h[:], n)
+		binary.LittleEndian.PutUint64(h[8:], at)
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		_, err := d.append(&wire.Record{Hash: h, Tag: codec.TagFill, Enc: []byte("12345678")})
+		return err
+	}
+	const small = minPlaces
+	const middle = 2*(small+wire.MaxProbe-1) - wire.MaxProbe + 1
+	const large = 2*(middle+wire.MaxProbe-1) - wire.MaxProbe + 1
+	place := func(at, places uint64) uint64 {
+		hi, _ := bits.Mul64(at, places)
+		return hi
+	}
+	// Two hashes that share a place in the middle one only.
+	var low, high uint64
+	for i := uint64(2); low == 0; i++ {
+		edge, _ := bits.Div64(i, small-1, small)
+		l, h := edge-math.MaxUint64/10000, edge+math.MaxUint64/10000
+		if place(l, middle) == place(h, middle) && place(l, large) < place(h, large) {
+			require.Equal(t, i, place(h, small))
+			require.Equal(t, i-1, place(l, small))
+			low, high = l, h
+		}
+	}
+	for i := range uint64(200) {
+		require.NoError(t, add(math.MaxUint64/2+i*(math.MaxUint64/500)))
+	}
+	for range wire.MaxProbe {
+		require.NoError(t, add(high))
+	}
+	require.NoError(t, add(low))
+	require.EqualValues(t, small, d.index.places)
+	// This has no room in the small one, the hash low not in the middle one.
+	last := high + math.MaxUint64/(small+small/4)
+	require.Equal(t, place(high, small), place(last, small))
+	require.NoError(t, add(last))
+	require.EqualValues(t, large, d.index.places)
+	require.EqualValues(t, n, d.index.n)
+	checkServer(t, p.s)
+	// More than can be at one place are somebody's choice.
+	require.ErrorContains(t, add(high), "no room in the index")
+	require.EqualValues(t, large, d.index.places)
 }
 
 // A log cannot be flooded.

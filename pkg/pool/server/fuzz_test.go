@@ -40,6 +40,7 @@ func FuzzMessage(f *testing.F) {
 		peers := make([]*peer, 2)
 		for i := range peers {
 			peers[i] = newPeer(t, s, greeting("d"))
+			defer peers[i].end()
 			peers[i].tap.mu.Lock()
 			peers[i].tap.drop = true
 			peers[i].tap.mu.Unlock()

@@ -65,8 +65,11 @@ type peer struct {
 	// retired segments.
 	offered map[wire.Hash]bool
 	refs    map[wire.Loc]*codec.Page
+	ended   bool
 }
 
+// newPeer connects one. The pool's Close waits until it ends, in a test that fails
+// as well.
 func newPeer(t require.TestingT, s *Server, g *wire.Greeting) *peer {
 	p := &peer{tap: &wireTap{}, view: newView(), offered: map[wire.Hash]bool{}, refs: map[wire.Loc]*codec.Page{}}
 	var err error
@@ -96,6 +99,10 @@ func (p *peer) sync(t testing.TB) {
 }
 
 func (p *peer) end() {
+	if p.ended {
+		return
+	}
+	p.ended = true
 	p.conn.close(io.EOF)
 	p.conn.s.leave(p.conn)
 	p.conn.s.wg.Done()

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sort"
@@ -212,13 +213,16 @@ func (x *index) hasRoom(h *wire.Hash) bool {
 	return false
 }
 
-// resize makes an index with so many places and enters everything. It returns
-// false if there is no room or no memory for it. domain.mu must be held.
-func (d *domain) resize(places uint64) bool {
+// errCrowded tells that the pages in an index, entered in another order, do not
+// find room in a new one.
+var errCrowded = errors.New("no room for the pages in use")
+
+// resize makes an index with so many places and enters everything.
+// domain.mu must be held.
+func (d *domain) resize(places uint64) error {
 	x, err := newIndex(places)
 	if err != nil {
-		d.s.log("pool: index of domain %s: %v", d.name, err)
-		return false
+		return err
 	}
 	for _, g := range d.segs {
 		for i := range g.recs {
@@ -228,7 +232,7 @@ func (d *domain) resize(places uint64) bool {
 			}
 			if !wire.PutSlot(x.slots(h), h, g.loc(i)) {
 				x.free()
-				return false
+				return errCrowded
 			}
 			x.n++
 		}
@@ -240,7 +244,7 @@ func (d *domain) resize(places uint64) bool {
 	for _, c := range d.conns {
 		c.push(packet{p, x.file}, true)
 	}
-	return true
+	return nil
 }
 
 func (x *index) announcement() []byte {
@@ -252,10 +256,18 @@ func (x *index) announcement() []byte {
 
 // grow makes room in the index for a hash. domain.mu must be held.
 func (d *domain) grow(h *wire.Hash) error {
-	for !d.index.hasRoom(h) {
-		places := 2*(d.index.places+wire.MaxProbe-1) - wire.MaxProbe + 1
-		if d.index.n*sparse < d.index.places || d.over(wire.IndexSize(places)-uint64(len(d.index.mem))) || !d.resize(places) {
+	for places := d.index.places; !d.index.hasRoom(h); {
+		if d.index.n*sparse < places {
 			return fmt.Errorf("no room in the index with %d of %d places in use", d.index.n, d.index.places)
+		}
+		places = 2*(places+wire.MaxProbe-1) - wire.MaxProbe + 1
+		if d.over(wire.IndexSize(places) - uint64(len(d.index.mem))) {
+			return fmt.Errorf("an index of %d bytes is over the limit", wire.IndexSize(places))
+		}
+		// Twice the places are too few for one in 4000 indexes that fill up
+		// (simulated): the order in which pages are entered matters.
+		if err := d.resize(places); err != nil && err != errCrowded {
+			return err
 		}
 	}
 	return nil
