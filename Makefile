@@ -52,7 +52,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test pool-test phase-test pressure-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test pool-test phase-test pressure-test observe-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -82,7 +82,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test pool-test phase-test pressure-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test pool-test phase-test pressure-test observe-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -127,12 +127,16 @@ pressure-test: build stock check-root ## Run sandboxes in less memory than they 
 	@$(INSTALL) $(UNIT_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/pressure $(RUNTIMES)
 
+observe-test: build check-root ## Observe sandboxes of which some do not answer
+	$(SANDBOX) -timeout 10m ./test/observe -runtime=$(RUNTIME) -require
+
 # A machine without zram, or with swap in use, does without the system linux.
 agentbench-test: build stock check-root ## Run a small benchmark of agents
 	@$(INSTALL) $(DEMO_PACKAGES)
 	AGENTBENCH_RUNTIME=$(RUNTIME) AGENTBENCH_STOCK=$(STOCK) $(SANDBOX) -timeout 10m -run EndToEnd ./tools/agentbench
 	bin/agentbench run --workload swe --clones 4 --steps 10 --wait-scale 0.3 --systems stock,linux,agentzip --skip-unavailable \
 		--json out/agentbench-test.json --html out/agentbench-test.html
+	bin/agentbench idle --clones 2 --waits 1s,3s --rounds 2
 
 # A killed test leaves its record of what it changed on the host in this folder,
 # where .ci/run finds it.

@@ -56,6 +56,11 @@ func Fprint(w io.Writer, s *Stats) {
 		row("pool", "%s; %d pages found, %d given, %d offers dropped, %d connections so far",
 			state, s.Pool.Found, s.Pool.Published, s.Pool.OfferedDropped, s.Pool.Connects)
 	}
+	if o := s.Overhead; o.Sum() != 0 {
+		row("overhead", "%s besides guest memory: Sentry %s, gofer %s, stubs %s, page tables %s, kernel %s, files %s",
+			Size(o.Sum()), Size(o.SentryPrivate), Size(o.Gofer), Size(o.Stubs), Size(o.PageTables), Size(o.Kernel), Size(o.Files))
+		row("host", "%s in all", Size(s.HostBytes))
+	}
 	row("sentry", "%s resident", Size(s.SentryRSSBytes))
 	causes := make([]string, 0, len(s.Rejects))
 	for c := range s.Rejects {

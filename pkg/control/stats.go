@@ -27,6 +27,11 @@ type Stats struct {
 	OwnedBytes uint64 `json:"owned_bytes"`
 	// TemplateBytes is the size of the shared template; it is not owned.
 	TemplateBytes uint64 `json:"template_bytes"`
+	// HostBytes is all that the sandbox adds to the host's memory: OwnedBytes and
+	// the parts of Overhead. The template is not in it.
+	HostBytes uint64 `json:"host_bytes"`
+	// Overhead is what the sandbox costs besides its guest memory.
+	Overhead Overhead `json:"overhead_bytes"`
 	// SentryRSSBytes is the resident set of the Sentry process, shared text
 	// and its mappings of guest memory included (/proc/self/statm).
 	SentryRSSBytes uint64 `json:"sentry_rss_bytes"`
@@ -67,6 +72,33 @@ type Stats struct {
 	// MovedBlobs is how many stored pages were moved to give the memory
 	// between them back.
 	MovedBlobs uint64 `json:"moved_blobs,omitempty"`
+}
+
+// Overhead is the memory of a sandbox's processes on the host, in bytes. It is
+// measured from outside, when it is asked for; all 0 where that failed.
+type Overhead struct {
+	// SentryPrivate is the Sentry's anonymous memory, swapped out or not, without
+	// the store and the bookkeeping, which OwnedBytes has.
+	SentryPrivate uint64 `json:"sentry_private"`
+	// Gofer is the anonymous memory of the process that serves the sandbox's
+	// files. An EROFS root file system needs none.
+	Gofer uint64 `json:"gofer"`
+	// Stubs is the same of the processes that guest processes run in, and what
+	// the platform shares with them.
+	Stubs uint64 `json:"stubs"`
+	// PageTables is the page tables of all of these processes.
+	PageTables uint64 `json:"page_tables"`
+	// Kernel is other memory of the kernel, 0 where the sandbox has no memory
+	// cgroup of its own that would tell.
+	Kernel uint64 `json:"kernel"`
+	// Files is the binary, in proportion to how many processes of the host map
+	// it.
+	Files uint64 `json:"files"`
+}
+
+// Sum is the sum of the parts.
+func (o *Overhead) Sum() uint64 {
+	return o.SentryPrivate + o.Gofer + o.Stubs + o.PageTables + o.Kernel + o.Files
 }
 
 // Stage counts one way to make a page small. Several may be tried on a page.

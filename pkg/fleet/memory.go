@@ -108,10 +108,24 @@ func (s *Sandbox) Memory() (Memory, error) {
 	if pid == 0 || s.Exited() {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s does not run", s.id)
 	}
-	var m Memory
-	fds, err := memfds(pid)
+	m, err := MeasureSandbox(pid, s.GoferPid(), s.sharedTemplate(pid))
 	if err != nil {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	if m.Client, err = processMemory(s.cmd.Process.Pid); err != nil && !gone(err) {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	return m, nil
+}
+
+// MeasureSandbox measures the sandbox of a Sentry and a gofer, 0 for none. template
+// is the file of a shared template's pages that the Sentry maps, "" for none.
+// Client is left out.
+func MeasureSandbox(sentry, gofer int, template string) (Memory, error) {
+	var m Memory
+	fds, err := memfds(sentry)
+	if err != nil {
+		return Memory{}, err
 	}
 	for _, fd := range fds {
 		switch {
@@ -123,7 +137,6 @@ func (s *Sandbox) Memory() (Memory, error) {
 			m.OtherMemfd += fd.allocated
 		}
 	}
-	template := s.sharedTemplate(pid)
 	if template != "" {
 		m.Template = &TemplateMemory{File: template}
 	}
@@ -135,21 +148,21 @@ func (s *Sandbox) Memory() (Memory, error) {
 		m.Template.MappedPSS += pss
 		return err
 	}
-	if m.Sentry, err = processMemory(pid); err != nil {
-		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	if m.Sentry, err = processMemory(sentry); err != nil {
+		return Memory{}, err
 	}
-	if err := addTemplate(pid); err != nil {
-		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	if err := addTemplate(sentry); err != nil {
+		return Memory{}, err
 	}
 	// A gofer may be absent (EROFS root), a stub may end meanwhile.
-	if g := s.GoferPid(); g != 0 {
-		if m.Gofer, err = processMemory(g); err != nil && !gone(err) {
-			return Memory{}, fmt.Errorf("fleet: sandbox %s: gofer: %w", s.id, err)
+	if gofer != 0 {
+		if m.Gofer, err = processMemory(gofer); err != nil && !gone(err) {
+			return Memory{}, fmt.Errorf("gofer: %w", err)
 		}
 	}
-	stubs, err := descendants(pid)
+	stubs, err := descendants(sentry)
 	if err != nil {
-		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+		return Memory{}, err
 	}
 	for _, p := range uniqueAddressSpaces(stubs) {
 		pm, err := processMemory(p)
@@ -159,14 +172,30 @@ func (s *Sandbox) Memory() (Memory, error) {
 		if gone(err) {
 			continue
 		} else if err != nil {
-			return Memory{}, fmt.Errorf("fleet: sandbox %s: stub: %w", s.id, err)
+			return Memory{}, fmt.Errorf("stub: %w", err)
 		}
 		m.Stubs.add(pm)
 	}
-	if m.Client, err = processMemory(s.cmd.Process.Pid); err != nil && !gone(err) {
-		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
-	}
 	return m, nil
+}
+
+// MappedTemplate returns the file of a template's pages that a Sentry keeps open,
+// which it does only to share it, or "". The path is one of the Sentry's own
+// /proc entries, since the file may have been renamed, or be in another mount
+// namespace.
+func MappedTemplate(sentry int) string {
+	dir := fmt.Sprintf("/proc/%d/fd", sentry)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ""
+	}
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		if target, err := os.Readlink(path); err == nil && strings.TrimSuffix(filepath.Base(target), " (deleted)") == pagesFile {
+			return path
+		}
+	}
+	return ""
 }
 
 // pagesFile is what runsc calls the part of an image that holds the pages.
@@ -205,6 +234,9 @@ func mappedPSS(pid int, path string) (uint64, error) {
 	var ino uint64
 	if st, ok := fi.Sys().(*syscall.Stat_t); ok {
 		ino = st.Ino
+	}
+	if target, err := os.Readlink(path); err == nil {
+		path = target // see MappedTemplate
 	}
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
 	if err != nil {

@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 
 	"github.com/google/subcommands"
@@ -61,7 +60,7 @@ func (*Agentzip) Usage() string {
 
   -json      print JSON, with the names of package control
 
-` + templateUsage + "\n" + poolUsage
+` + topUsage + "\n" + metricsUsage + "\n" + templateUsage + "\n" + poolUsage
 }
 
 // SetFlags implements subcommands.Command.SetFlags.
@@ -92,15 +91,19 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 		f.Usage()
 		return subcommands.ExitUsageError
 	}
-	if f.Arg(0) == "template" {
-		return a.template(conf, f.Args()[1:])
-	}
-	if f.Arg(0) == "pool" {
-		return a.pool(conf, f.Args()[1:])
+	switch rest := f.Args()[1:]; f.Arg(0) {
+	case "template":
+		return a.template(conf, rest)
+	case "pool":
+		return a.pool(conf, rest)
+	case "top":
+		return a.top(conf, rest)
+	case "metrics":
+		return a.metrics(conf, rest)
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, hint, template and pool", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, hint, top, metrics, template and pool", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
@@ -161,8 +164,11 @@ func (a *Agentzip) stats(c *container.Container, w io.Writer) error {
 	if err := call(c, "Stats", &s); err != nil {
 		return err
 	}
-	// The sandbox has no access to its own /proc on the host.
-	s.SentryRSSBytes = rss(c.Sandbox.Pid.Load())
+	// The sandbox has no access to its own /proc on the host. What it says of
+	// itself is worth printing without that, too.
+	if err := measure(c, &s); err != nil {
+		fmt.Fprintf(os.Stderr, "agentzip stats: what the sandbox costs the host could not be measured: %v\n", err)
+	}
 	if a.json {
 		return printJSON(w, &s)
 	}
@@ -263,18 +269,4 @@ func savePatterns(c *container.Container, dir string, w io.Writer) error {
 	}
 	fmt.Fprintf(w, "wrote %s, %s\n", path, control.Size(uint64(len(b))))
 	return nil
-}
-
-// rss is the resident set of a process in bytes, or 0.
-func rss(pid int) uint64 {
-	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "statm"))
-	if err != nil {
-		return 0
-	}
-	f := strings.Fields(string(b))
-	if len(f) < 2 {
-		return 0
-	}
-	n, _ := strconv.ParseUint(f[1], 10, 64)
-	return n * uint64(os.Getpagesize())
 }

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/log"
 	"gvisor.dev/gvisor/pkg/sentry/kernel"
 	"gvisor.dev/gvisor/pkg/sentry/pgalloc"
@@ -289,6 +290,7 @@ func (d *driver) run() {
 	// quiet is the time since memory was last wanted back. A gap in which little
 	// was ends a wait, but not this.
 	quiet := quietTime{since: time.Now()}
+	worked := true
 	// A sandbox that was restored from a template has all of it to fetch.
 	resume := newResumption(d)
 	for {
@@ -300,6 +302,9 @@ func (d *driver) run() {
 			}
 		}
 		w := d.watch()
+		if now := time.Now(); worked || now.After(quiet.notTrim) {
+			quiet.waits, quiet.trimmed = now, false
+		}
 		// ended adds up the evictions of the wait.
 		var ended memfile.EvictResult
 		// beatPause is how long memory that beats bring back stays, at least: a
@@ -330,7 +335,8 @@ func (d *driver) run() {
 				case d.conf.deepenAfter == 0:
 					tier = codec.TierDeep
 				}
-				quiet = quietTime{since: time.Now()}
+				quiet.since, quiet.deepened, quiet.deepenedAll = time.Now(), false, false
+				quiet.notBefore = time.Time{}
 				process.background.run(func() {
 					res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 				})
@@ -411,6 +417,7 @@ func (d *driver) run() {
 		}
 		external := d.why != phase.Computing && d.why != phase.WantsMemory
 		d.mu.Unlock()
+		worked = external
 		if external {
 			floor = idleFloor
 		} else if held, err := d.b.HeldBytes(); err == nil && ended.Evicted != 0 && held > heldAfter {
@@ -455,8 +462,15 @@ func (d *driver) resumeNow(w *watch) {
 // A quietTime is a time in which next to no memory is wanted, and what is done
 // in it once.
 type quietTime struct {
-	since                          time.Time
-	trimmed, deepened, deepenedAll bool
+	since                 time.Time
+	deepened, deepenedAll bool
+	// waits is when the present wait began: a step that wants little memory leaves
+	// garbage as well. trimmed is set when it was given back.
+	waits   time.Time
+	trimmed bool
+	// notTrim is until when timers that make a task compute do not let the next
+	// wait give garbage back again.
+	notTrim time.Time
 	// notBefore is when a deepening that was put off or interrupted may go on.
 	notBefore time.Time
 }
@@ -464,19 +478,25 @@ type quietTime struct {
 // deepenAllFactor is how many times longer a wait has to last for pages to be
 // compressed harder that the last steps wanted. busyPause is how long compression
 // stays away from a busy host.
+//
+// trimShare is how many times longer than giving garbage back takes has to go by
+// until what timers in the guest have done makes it due again.
 const (
 	deepenAllFactor = 4
 	busyPause       = time.Second
+	trimShare       = 100
 )
 
 // next returns what is to be done next and when, or nil.
 func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time) {
 	work, due = q.nextDeepening(d)
-	if after := d.conf.trimAfter; after != 0 && !q.trimmed && (work == nil || due.After(q.since.Add(after))) {
+	if after := d.conf.trimAfter; after != 0 && !q.trimmed && (work == nil || due.After(q.waits.Add(after))) {
 		return func(func() bool) {
+			start := time.Now()
+			d.trim()
 			q.trimmed = true
-			trim()
-		}, q.since.Add(after)
+			q.notTrim = time.Now().Add(trimShare * time.Since(start))
+		}, q.waits.Add(after)
 	}
 	return work, due
 }
@@ -518,13 +538,27 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 	}, due
 }
 
-// trim gives the host what the Sentry's own heap does not need: half of it is
-// garbage and free spans after a step. It is a garbage collection, 5-20 ms of
-// processor time, which runs beside everything else.
-func trim() {
+// trim gives the host what the Sentry holds for no need: dentries that filesystems
+// keep because somebody may look them up again, and what its heap has in garbage and
+// free spans, half of it after a step. It takes 5-20 ms of processor time, most of
+// them for a garbage collection, which runs beside everything else.
+func (d *driver) trim() {
 	start := time.Now()
+	// A save goes through the same dentries.
+	err := d.b.OutsideSave(func() {
+		ctx := d.k.SupervisorContext()
+		for _, fs := range d.k.VFS().GetFilesystems() {
+			if t, ok := fs.Impl().(interface {
+				DropCachedDentries(context.Context)
+			}); ok {
+				t.DropCachedDentries(ctx)
+			}
+			fs.DecRef(ctx)
+		}
+	})
+	dropped := time.Since(start)
 	debug.FreeOSMemory()
-	log.Debugf("agentzip: gave back the Sentry's unused heap in %v", time.Since(start))
+	log.Debugf("agentzip: dropped cached dentries in %v (%v), gave back the Sentry's unused heap in %v", dropped, err, time.Since(start)-dropped)
 }
 
 // A resumption is the return of the memory that a step wants.

@@ -1,0 +1,112 @@
+package integrity
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+	"time"
+)
+
+// walker looks at files in every way that a path leads to one, waits, and looks
+// again: it prints what differs.
+const walker = `
+import hashlib, os, sys, time
+
+rounds = int(sys.argv[1])
+tree = '/usr/lib/python3'
+if sum(len(f) for _, _, f in os.walk(tree)) < 500: tree = '/usr/share'
+
+def walk():
+    h, n = hashlib.sha256(), 0
+    for d, dirs, files in os.walk(tree):
+        dirs.sort()
+        for f in sorted(files):
+            p = os.path.join(d, f)
+            s = os.lstat(p)
+            h.update(('%s %o %d %d' % (p, s.st_mode, s.st_size, s.st_mtime_ns)).encode())
+            n += 1
+            if n >= 3000: return h.hexdigest()
+    return h.hexdigest()
+
+want = walk()
+top = '/tmp/dentries-%d' % os.getpid()
+os.makedirs(top + '/a/b')
+os.chdir(top + '/a/b')                                  # a working directory
+passwd = open('/etc/passwd')                            # a file in the root file system
+first = passwd.readline()
+rest = open('/etc/passwd').read()[len(first):]
+lib = os.open('/usr/lib', os.O_RDONLY | os.O_DIRECTORY)  # a directory to start from
+names = sorted(os.listdir('/usr/lib'))
+gone = open('gone', 'w+'); gone.write('still here'); gone.flush(); os.unlink('gone')
+os.symlink('/usr/lib', 'link')
+for i in range(rounds):
+    print('round', i, flush=True)
+    time.sleep(1.5)
+    assert walk() == want, 'the tree differs'
+    assert os.getcwd() == top + '/a/b', os.getcwd()
+    assert sorted(os.listdir(lib)) == names
+    assert os.stat('../../a/b').st_ino == os.stat('.').st_ino
+    assert os.stat('../lib', dir_fd=lib).st_ino == os.stat('/usr/lib').st_ino
+    assert sorted(os.listdir('link')) == names
+    gone.seek(0); assert gone.read() == 'still here'
+    open('f%d' % i, 'w').write(str(i))
+    os.rename('f%d' % i, '../g%d' % i)
+    for j in range(i + 1): assert open('../g%d' % j).read() == str(j)
+    os.rename(top + '/a', top + '/c'); os.rename(top + '/c', top + '/a')
+    try: os.stat('/usr/lib/none-of-this')
+    except FileNotFoundError: pass
+    else: raise AssertionError('found what is not there')
+assert passwd.read() == rest, 'an open file reads otherwise'
+print('done')
+`
+
+// TestDroppedDentries: what filesystems cache for later lookups is dropped in a
+// wait, and nobody notices but the host, which has its descriptors back.
+func TestDroppedDentries(t *testing.T) {
+	needs(t, "usr/bin/python3")
+	for _, m := range distinct(modeReference(t), modeIdle(t)) {
+		t.Run(m.name, func(t *testing.T) {
+			if m.evicts {
+				m.flags = append(slices.Clone(m.flags), "--agentzip-trim-after=200ms")
+			}
+			b := startBox(t, m)
+			stop, counted := make(chan struct{}), make(chan struct{})
+			most := 0
+			go func() {
+				defer close(counted)
+				for {
+					select {
+					case <-stop:
+						return
+					case <-time.After(50 * time.Millisecond):
+					}
+					if fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.sb.Pid())); err == nil {
+						most = max(most, len(fds))
+					}
+				}
+			}()
+			b.exec(time.Minute, "/usr/bin/python3", "-c", walker, "4")
+			if m.evicts {
+				// The sandbox waits now, for as long as it takes.
+				for range 200 {
+					if fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.sb.Pid())); err == nil && len(fds) < 150 {
+						break
+					}
+					time.Sleep(50 * time.Millisecond)
+				}
+			}
+			close(stop)
+			<-counted
+			fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.sb.Pid()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("the Sentry had up to %d descriptors open, and has %d", most, len(fds))
+			if m.evicts && (most < 400 || len(fds) >= 150) {
+				t.Errorf("the Sentry had up to %d descriptors open and has %d: want 400 and more, and less than 150 in the wait", most, len(fds))
+			}
+			b.finish()
+		})
+	}
+}
