@@ -558,21 +558,6 @@ func (b *Backend) BeginSave() (func(), error) {
 	return func() { once.Do(func() { b.inhibit.Add(-1) }) }, nil
 }
 
-// OutsideSave runs f, during which no eviction runs and no save begins. f should
-// take milliseconds.
-func (b *Backend) OutsideSave(f func()) error {
-	b.passMu.Lock()
-	defer b.passMu.Unlock()
-	switch {
-	case b.closed.Load():
-		return ErrClosed
-	case b.inhibit.Load() != 0:
-		return ErrInhibited
-	}
-	f()
-	return nil
-}
-
 // Inhibited tells whether a save keeps all pages in the file.
 func (b *Backend) Inhibited() bool { return b.inhibit.Load() != 0 }
 

@@ -80,8 +80,9 @@ type Overhead struct {
 	// SentryPrivate is the Sentry's anonymous memory, swapped out or not, without
 	// the store and the bookkeeping, which OwnedBytes has.
 	SentryPrivate uint64 `json:"sentry_private"`
-	// Gofer is the anonymous memory of the process that serves the sandbox's
-	// files. An EROFS root file system needs none.
+	// Gofer is the anonymous memory of the process that serves the container's
+	// files. An EROFS root file system needs none. Other containers of the
+	// sandbox have gofers of their own, which are not in it.
 	Gofer uint64 `json:"gofer"`
 	// Stubs is the same of the processes that guest processes run in, and what
 	// the platform shares with them.
@@ -91,8 +92,8 @@ type Overhead struct {
 	// Kernel is other memory of the kernel, 0 where the sandbox has no memory
 	// cgroup of its own that would tell.
 	Kernel uint64 `json:"kernel"`
-	// Files is the binary, in proportion to how many processes of the host map
-	// it.
+	// Files is what is mapped of files, the binary before all, but files of the
+	// guest as well, in proportion to how many processes of the host map it.
 	Files uint64 `json:"files"`
 }
 

@@ -164,6 +164,7 @@ func (a *Agentzip) stats(c *container.Container, w io.Writer) error {
 	if err := call(c, "Stats", &s); err != nil {
 		return err
 	}
+	s.SentryRSSBytes = rss(c.Sandbox.Pid.Load())
 	// The sandbox has no access to its own /proc on the host. What it says of
 	// itself is worth printing without that, too.
 	if err := measure(c, &s); err != nil {

@@ -191,8 +191,13 @@ func metricsHandler(take func() (*census.Census, error)) http.Handler {
 		case <-r.Context().Done():
 			return
 		}
-		c, err := take()
-		<-turn
+		var c *census.Census
+		var err error
+		func() {
+			// The server goes on after a panic.
+			defer func() { <-turn }()
+			c, err = take()
+		}()
 		var b bytes.Buffer
 		if err == nil {
 			err = census.WriteMetrics(&b, c)

@@ -61,6 +61,20 @@ func kernelMemory(dir string, v2 bool, pageTables uint64) uint64 {
 		}
 	}
 	// "kernel" is there since Linux 5.18.
-	n := max(stat["kernel"], stat["slab"]+stat["kernel_stack"]+stat["pagetables"]+stat["percpu"]+stat["sock"])
+	n := max(stat["kernel"], stat["slab"]+stat["kernel_stack"]+stat["pagetables"]+stat["percpu"]) + stat["sock"]
 	return n - min(n, stat["pagetables"])
+}
+
+// rss is the resident set of a process in bytes, or 0. Everybody may read it.
+func rss(pid int) uint64 {
+	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "statm"))
+	if err != nil {
+		return 0
+	}
+	f := strings.Fields(string(b))
+	if len(f) < 2 {
+		return 0
+	}
+	n, _ := strconv.ParseUint(f[1], 10, 64)
+	return n * uint64(os.Getpagesize())
 }

@@ -289,7 +289,7 @@ func (d *driver) run() {
 	floor := uint64(idleFloor)
 	// quiet is the time since memory was last wanted back. A gap in which little
 	// was ends a wait, but not this.
-	quiet := quietTime{since: time.Now()}
+	quiet := quietTime{since: time.Now(), waits: time.Now()}
 	worked := true
 	// A sandbox that was restored from a template has all of it to fetch.
 	resume := newResumption(d)
@@ -302,8 +302,13 @@ func (d *driver) run() {
 			}
 		}
 		w := d.watch()
-		if now := time.Now(); worked || now.After(quiet.notTrim) {
-			quiet.waits, quiet.trimmed = now, false
+		// Until it was given back the time goes on: what timers do does not put it
+		// off for ever.
+		if worked || quiet.trimmed {
+			quiet.waits, quiet.trimmed = time.Now(), false
+		}
+		if worked {
+			quiet.notTrim = time.Time{}
 		}
 		// ended adds up the evictions of the wait.
 		var ended memfile.EvictResult
@@ -468,8 +473,8 @@ type quietTime struct {
 	// garbage as well. trimmed is set when it was given back.
 	waits   time.Time
 	trimmed bool
-	// notTrim is until when timers that make a task compute do not let the next
-	// wait give garbage back again.
+	// notTrim is when garbage may be given back again that a task has made which
+	// only a timer woke.
 	notTrim time.Time
 	// notBefore is when a deepening that was put off or interrupted may go on.
 	notBefore time.Time
@@ -479,24 +484,32 @@ type quietTime struct {
 // compressed harder that the last steps wanted. busyPause is how long compression
 // stays away from a busy host.
 //
-// trimShare is how many times longer than giving garbage back takes has to go by
-// until what timers in the guest have done makes it due again.
+// trimShare is how many times longer than what giving garbage back costs has to go by
+// until what timers in the guest have done makes it due again. reopenCost is what a
+// dropped dentry costs when it is looked up again: it has to be opened (measured, 10
+// to 40 us).
 const (
 	deepenAllFactor = 4
 	busyPause       = time.Second
 	trimShare       = 100
+	reopenCost      = 40 * time.Microsecond
 )
 
 // next returns what is to be done next and when, or nil.
 func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time) {
 	work, due = q.nextDeepening(d)
-	if after := d.conf.trimAfter; after != 0 && !q.trimmed && (work == nil || due.After(q.waits.Add(after))) {
-		return func(func() bool) {
-			start := time.Now()
-			d.trim()
-			q.trimmed = true
-			q.notTrim = time.Now().Add(trimShare * time.Since(start))
-		}, q.waits.Add(after)
+	if after := d.conf.trimAfter; after != 0 && !q.trimmed {
+		at := q.waits.Add(after)
+		if at.Before(q.notTrim) {
+			at = q.notTrim
+		}
+		if work == nil || due.After(at) {
+			return func(stop func() bool) {
+				cost := d.trim(stop)
+				q.trimmed = true
+				q.notTrim = time.Now().Add(trimShare * cost)
+			}, at
+		}
 	}
 	return work, due
 }
@@ -541,24 +554,28 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 // trim gives the host what the Sentry holds for no need: dentries that filesystems
 // keep because somebody may look them up again, and what its heap has in garbage and
 // free spans, half of it after a step. It takes 5-20 ms of processor time, most of
-// them for a garbage collection, which runs beside everything else.
-func (d *driver) trim() {
+// them for a garbage collection, which runs beside everything else. It returns what
+// it costs, what may have to be undone included.
+func (d *driver) trim(stop func() bool) time.Duration {
 	start := time.Now()
-	// A save goes through the same dentries.
-	err := d.b.OutsideSave(func() {
+	dropped := uint64(0)
+	// A kernel that was replaced by a restore has no memory.
+	if _, err := d.b.HeldBytes(); err == nil {
 		ctx := d.k.SupervisorContext()
 		for _, fs := range d.k.VFS().GetFilesystems() {
 			if t, ok := fs.Impl().(interface {
-				DropCachedDentries(context.Context)
+				DropCachedDentries(context.Context, func() bool) uint64
 			}); ok {
-				t.DropCachedDentries(ctx)
+				// A save goes through the same dentries.
+				d.k.TryOutsideSave(func() { dropped += t.DropCachedDentries(ctx, stop) })
 			}
 			fs.DecRef(ctx)
 		}
-	})
-	dropped := time.Since(start)
+	}
+	took := time.Since(start)
 	debug.FreeOSMemory()
-	log.Debugf("agentzip: dropped cached dentries in %v (%v), gave back the Sentry's unused heap in %v", dropped, err, time.Since(start)-dropped)
+	log.Debugf("agentzip: dropped %d cached dentries in %v, gave back the Sentry's unused heap in %v", dropped, took, time.Since(start)-took)
+	return time.Since(start) + time.Duration(dropped)*reopenCost
 }
 
 // A resumption is the return of the memory that a step wants.

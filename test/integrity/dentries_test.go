@@ -1,11 +1,15 @@
 package integrity
 
 import (
+	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
+
+	"runsc-agentzip/pkg/fleet"
 )
 
 // walker looks at files in every way that a path leads to one, waits, and looks
@@ -88,8 +92,9 @@ func TestDroppedDentries(t *testing.T) {
 			}()
 			b.exec(time.Minute, "/usr/bin/python3", "-c", walker, "4")
 			if m.evicts {
-				// The sandbox waits now, for as long as it takes.
-				for range 200 {
+				// The sandbox waits from now on. What only timers have looked at
+				// stays for some seconds.
+				for range 600 {
 					if fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.sb.Pid())); err == nil && len(fds) < 150 {
 						break
 					}
@@ -109,4 +114,37 @@ func TestDroppedDentries(t *testing.T) {
 			b.finish()
 		})
 	}
+}
+
+// TestDroppedDentriesWhileSaving: dentries are not dropped amid a save, which goes
+// through them.
+func TestDroppedDentriesWhileSaving(t *testing.T) {
+	agentzipOnly(t)
+	needs(t, "usr/bin/python3")
+	m := modeIdle(t)
+	m.flags = append(slices.Clone(m.flags), "--agentzip-trim-after=10ms", "--agentzip-idle=10ms")
+	b := startBox(t, m)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	saved := make(chan error)
+	saves := seconds(6, 60)
+	go func() {
+		defer close(saved)
+		for i := range saves {
+			// At every point of a wait of the walker's, of 1.5 s each.
+			time.Sleep(time.Duration(100+70*i) * time.Millisecond)
+			dir := filepath.Join(t.TempDir(), "image")
+			if err := b.sb.Checkpoint(ctx, dir, fleet.CheckpointOptions{LeaveRunning: true}); err != nil {
+				saved <- fmt.Errorf("checkpoint %d: %w", i, err)
+				return
+			}
+			os.RemoveAll(dir)
+		}
+	}()
+	b.exec(2*time.Minute, "/usr/bin/python3", "-c", walker, "4")
+	for err := range saved {
+		t.Error(err)
+	}
+	b.exec(time.Minute, "/usr/bin/python3", "-c", walker, "1")
+	b.finish()
 }

@@ -126,6 +126,8 @@ func parseIdleFlags(args []string, stderr io.Writer) (idleConfig, error) {
 	switch {
 	case fs.NArg() > 0:
 		return bad("unexpected argument %q", fs.Arg(0))
+	case c.runtime == "none":
+		return bad("--runtime must be a binary: only --stock may be none")
 	case c.rounds < 1 || c.stepTimeout <= 0:
 		return bad("--rounds must be at least 1, --step-timeout positive")
 	}

@@ -16,7 +16,7 @@ func TestIdleFlags(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []int{1, 8, 32}, c.clones)
 	require.Equal(t, []time.Duration{time.Second, 500 * time.Millisecond}, c.waits)
-	for _, bad := range [][]string{{"-clones", "0"}, {"-clones", "1,"}, {"-waits", "10"}, {"-waits", "-1s"}, {"-rounds", "0"}, {"x"}} {
+	for _, bad := range [][]string{{"-clones", "0"}, {"-clones", "1,"}, {"-waits", "10"}, {"-waits", "-1s"}, {"-rounds", "0"}, {"-runtime", "none"}, {"x"}} {
 		var msg bytes.Buffer
 		_, err := parseIdleFlags(bad, &msg)
 		require.ErrorIs(t, err, errUsage, "%v", bad)

@@ -170,10 +170,12 @@ var edits = []Edit{
 
 	{File: "pkg/sentry/kernel/task_syscall.go", Decl: "Task.doSyscall",
 		Anchor: "t.Arch().SyscallSaveOrig()", Where: Before, Text: `
-	t.k.mf.Admit()`},
+	if !t.freesMemory() {
+		t.k.mf.Admit(t)
+	}`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
-	mm.mf.Admit()
+	mm.mf.Admit(ctx)
 `},
 
 	// --- Phases: what makes an idle sandbox run, and hints ---

@@ -267,6 +267,7 @@ func (d *domain) grow(h *wire.Hash) error {
 		// Twice the places are too few for one in 4000 indexes that fill up
 		// (simulated): the order in which pages are entered matters.
 		if err := d.resize(places); err != nil && err != errCrowded {
+			d.s.log("pool: index of domain %s: %v", d.name, err)
 			return err
 		}
 	}

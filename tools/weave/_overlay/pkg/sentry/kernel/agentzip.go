@@ -49,3 +49,15 @@ func (t *Task) noteWake(timer bool) {
 func (k *Kernel) IdleWakes() (timers, events uint64) {
 	return idleWakes.timers.Load(), idleWakes.events.Load()
 }
+
+// TryOutsideSave runs f while nobody saves the kernel, and no save begins, and
+// returns true; or false if somebody does, or does something else that takes
+// Kernel.extMu. Those wait for f, which should take milliseconds.
+func (k *Kernel) TryOutsideSave(f func()) bool {
+	if !k.extMu.TryLock() {
+		return false
+	}
+	defer k.extMu.Unlock()
+	f()
+	return true
+}

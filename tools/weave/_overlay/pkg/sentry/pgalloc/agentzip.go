@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/errors/linuxerr"
 	"gvisor.dev/gvisor/pkg/hostarch"
 	"gvisor.dev/gvisor/pkg/log"
@@ -75,8 +76,9 @@ type PageBackend interface {
 	OverlayCommitted(start uint64, vec []byte)
 
 	// Admit is called before a fault or a system call of an application is handled,
-	// with no lock held: it may wait for memory.
-	Admit()
+	// with no lock held: it may wait for memory. ctx is the task's: what that is
+	// about to do needs memory, as far as is known.
+	Admit(ctx context.Context)
 
 	// HasTemplate tells whether there is a template: an immutable file with
 	// the pages that the memory file was loaded with. The methods below are
@@ -392,9 +394,9 @@ func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, te
 }
 
 // Admit is PageBackend.Admit.
-func (f *MemoryFile) Admit() {
+func (f *MemoryFile) Admit(ctx context.Context) {
 	if f.backend.b != nil {
-		f.backend.b.Admit()
+		f.backend.b.Admit(ctx)
 	}
 }
 

@@ -8,16 +8,21 @@ import (
 const dropRounds = 32
 
 // DropCachedDentries drops dentries that are cached because somebody may look them
-// up again.
-func (fs *filesystem) DropCachedDentries(ctx context.Context) {
+// up again. It returns how many, and ends when stop returns true.
+func (fs *filesystem) DropCachedDentries(ctx context.Context, stop func() bool) (dropped uint64) {
 	for range dropRounds {
 		fs.cacheMu.Lock()
 		left := fs.cachedDentriesLen
 		fs.cacheMu.Unlock()
 		if left == 0 {
-			return
+			return dropped
 		}
-		for ; left != 0 && fs.evictCachedDentry(ctx); left-- {
+		for ; left != 0; left-- {
+			if stop() || !fs.evictCachedDentry(ctx) {
+				return dropped
+			}
+			dropped++
 		}
 	}
+	return dropped
 }

@@ -17,23 +17,70 @@ const (
 
 // DropCachedDentries drops dentries that are cached because somebody may look them
 // up again, and with them what they hold: about 1.5 KB of heap each, and a host
-// file descriptor with directfs.
-func (fs *filesystem) DropCachedDentries(ctx context.Context) {
+// file descriptor with directfs. It returns how many, about, and ends when stop
+// returns true. Those of files
+// with anything to be written back stay, since that may fail, and does not include
+// timestamps.
+func (fs *filesystem) DropCachedDentries(ctx context.Context, stop func() bool) (dropped uint64) {
 	for range dropRounds {
 		fs.dentryCache.mu.Lock()
 		left := fs.dentryCache.dentriesLen
 		fs.dentryCache.mu.Unlock()
-		if left == 0 {
-			return
-		}
+		kept := uint64(0)
+		all := left
 		for left != 0 {
+			if stop() {
+				return dropped
+			}
 			n := min(left, dropBatch)
 			left -= n
 			fs.renameMu.Lock()
 			for range n {
-				fs.evictCachedDentryLocked(ctx)
+				if fs.keepDirty() {
+					kept++
+				} else {
+					fs.evictCachedDentryLocked(ctx)
+					dropped++
+				}
 			}
 			fs.renameMu.Unlock()
 		}
+		if kept == all {
+			return dropped
+		}
 	}
+	return dropped
+}
+
+// keepDirty makes the least recently used dentry the most recently used one, and
+// returns true, if there is something to be written back to its file.
+//
+// Preconditions: fs.renameMu is locked for writing.
+func (fs *filesystem) keepDirty() bool {
+	fs.dentryCache.mu.Lock()
+	e := fs.dentryCache.dentries.Back()
+	fs.dentryCache.mu.Unlock()
+	if e == nil || e.d.inode.fs != fs {
+		return false
+	}
+	// It is not destroyed while renameMu is locked.
+	d := e.d
+	dirty := d.inode.mtimeDirty.Load() != 0 || d.inode.atimeDirty.Load() != 0
+	if !dirty {
+		d.inode.dataMu.RLock()
+		dirty = !d.inode.dirty.IsEmpty()
+		d.inode.dataMu.RUnlock()
+	}
+	if !dirty {
+		return false
+	}
+	d.cachingMu.Lock()
+	defer d.cachingMu.Unlock()
+	if d.cached {
+		fs.dentryCache.mu.Lock()
+		fs.dentryCache.dentries.Remove(&d.cacheEntry)
+		fs.dentryCache.dentries.PushFront(&d.cacheEntry)
+		fs.dentryCache.mu.Unlock()
+	}
+	return true
 }
