@@ -43,6 +43,7 @@ INSTALL            = .ci/install-packages
 BUILD_PACKAGES     = ca-certificates git
 UNIT_PACKAGES      = gcc libc6-dev
 DOCKER_PACKAGES    = docker.io busybox-static
+CONTAINERD_PACKAGES = $(DOCKER_PACKAGES) podman
 BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
 PHASE_PACKAGES     = python3
 INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc g++ make libc6-dev procps
@@ -52,7 +53,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test integrity-test template-test pool-test phase-test pressure-test observe-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -107,6 +108,15 @@ docker-test: build check-root ## Run containers through a real dockerd
 	@$(INSTALL) $(DOCKER_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/docker -runtime=$(RUNTIME)
 
+containerd-test: build check-root ## Run containers through a real containerd, and podman
+	@$(INSTALL) $(CONTAINERD_PACKAGES)
+	$(SANDBOX) -timeout 5m ./test/containerd/stage
+	$(SANDBOX) -timeout 10m ./test/containerd -runtime=$(RUNTIME) -require
+
+readme-test: build check-root ## Run the commands of README.md
+	@$(INSTALL) $(DOCKER_PACKAGES)
+	$(SANDBOX) -timeout 10m ./test/readme -runtime=$(RUNTIME) -require
+
 integrity-test: build stock check-root ## Run real programs under continuous eviction
 	@$(INSTALL) $(INTEGRITY_PACKAGES)
 	$(SANDBOX) -timeout 40m ./test/integrity $(RUNTIMES)
@@ -151,7 +161,7 @@ linux-test: stock check-root ## Test the set-up of zram, KSM and cgroups on this
 		rm -rf "$$dir"; \
 	fi
 
-test-long: test ## Also run the sandbox tests that take long
+test-long: test containerd-test readme-test ## Also run the sandbox tests that take long
 	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long
 	$(SANDBOX) -timeout 20m ./test/pool -runtime=$(RUNTIME) -require -kills=50
 
@@ -188,7 +198,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi
