@@ -170,12 +170,10 @@ var edits = []Edit{
 
 	{File: "pkg/sentry/kernel/task_syscall.go", Decl: "Task.doSyscall",
 		Anchor: "t.Arch().SyscallSaveOrig()", Where: Before, Text: `
-	if !t.freesMemory() {
-		t.k.mf.Admit(t)
-	}`},
+	t.k.mf.Admit()`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
-	mm.mf.Admit(ctx)
+	mm.mf.Admit()
 `},
 
 	// --- Phases: what makes an idle sandbox run, and hints ---

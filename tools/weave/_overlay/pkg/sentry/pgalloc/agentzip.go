@@ -6,7 +6,6 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
-	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/errors/linuxerr"
 	"gvisor.dev/gvisor/pkg/hostarch"
 	"gvisor.dev/gvisor/pkg/log"
@@ -76,9 +75,8 @@ type PageBackend interface {
 	OverlayCommitted(start uint64, vec []byte)
 
 	// Admit is called before a fault or a system call of an application is handled,
-	// with no lock held: it may wait for memory. ctx is the task's: what that is
-	// about to do needs memory, as far as is known.
-	Admit(ctx context.Context)
+	// with no lock held: it may wait for memory.
+	Admit()
 
 	// HasTemplate tells whether there is a template: an immutable file with
 	// the pages that the memory file was loaded with. The methods below are
@@ -394,9 +392,9 @@ func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, te
 }
 
 // Admit is PageBackend.Admit.
-func (f *MemoryFile) Admit(ctx context.Context) {
+func (f *MemoryFile) Admit() {
 	if f.backend.b != nil {
-		f.backend.b.Admit(ctx)
+		f.backend.b.Admit()
 	}
 }
 
