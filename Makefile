@@ -198,7 +198,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi
