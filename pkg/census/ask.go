@@ -108,6 +108,7 @@ func exchange(conn *net.UnixConn, deadline time.Time) (*control.Stats, error) {
 	}
 	switch {
 	case out.Success && out.Result != nil:
+		tidy(out.Result)
 		return out.Result, nil
 	case strings.Contains(out.Err, "unknown method"):
 		return nil, errForeign
@@ -117,6 +118,26 @@ func exchange(conn *net.UnixConn, deadline time.Time) (*control.Stats, error) {
 		return nil, errors.New("its answer has no result")
 	}
 	return nil, fmt.Errorf("it answers with an error: %s", out.Err)
+}
+
+// tidy takes control characters out of what a sandbox says in words: JSON leaves some.
+func tidy(s *control.Stats) {
+	for _, word := range []*string{&s.Phase.State, &s.Phase.Why, &s.Pressure.Level, &s.Pool.State, &s.Pool.Reason} {
+		*word = clean(*word, maxReason)
+	}
+	s.Rejects = tidyKeys(s.Rejects)
+	s.Stages = tidyKeys(s.Stages)
+}
+
+func tidyKeys[V any](m map[string]V) map[string]V {
+	if len(m) == 0 {
+		return m
+	}
+	out := make(map[string]V, len(m))
+	for name, v := range m {
+		out[clean(name, maxReason)] = v
+	}
+	return out
 }
 
 // silence makes errSilent of an exceeded deadline.

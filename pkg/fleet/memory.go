@@ -182,20 +182,33 @@ func MeasureSandbox(sentry, gofer int, template string) (Memory, error) {
 // MappedTemplate returns the file of a template's pages that a Sentry keeps open,
 // which it does only to share it, or "". The path is one of the Sentry's own
 // /proc entries, since the file may have been renamed, or be in another mount
-// namespace.
+// namespace. The guest may have files of that name open as well: the template is the
+// one of which most is mapped.
 func MappedTemplate(sentry int) string {
 	dir := fmt.Sprintf("/proc/%d/fd", sentry)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return ""
 	}
+	var found []string
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
 		if target, err := os.Readlink(path); err == nil && strings.TrimSuffix(filepath.Base(target), " (deleted)") == pagesFile {
-			return path
+			found = append(found, path)
 		}
 	}
-	return ""
+	var best string
+	var most uint64
+	for _, path := range found {
+		pss := uint64(0)
+		if len(found) > 1 {
+			pss, _ = mappedPSS(sentry, path)
+		}
+		if best == "" || pss > most {
+			best, most = path, pss
+		}
+	}
+	return best
 }
 
 // pagesFile is what runsc calls the part of an image that holds the pages.

@@ -148,3 +148,47 @@ func TestDroppedDentriesWhileSaving(t *testing.T) {
 	b.exec(time.Minute, "/usr/bin/python3", "-c", walker, "1")
 	b.finish()
 }
+
+// stamps says when the timestamp of a file that it has written changes.
+const stamps = `
+import os, sys, time
+os.chdir(sys.argv[1])
+path = 'file'
+with open(path, 'w') as f: f.write('x' * 10000)
+for i in range(300): open('other-%d' % i, 'w').close()
+want = os.stat(path).st_mtime_ns
+for i in range(4):
+    time.sleep(1.2)
+    got = os.stat(path).st_mtime_ns
+    assert got == want, 'changed by %d ns' % (got - want)
+    assert open(path).read() == 'x' * 10000
+os.utime(path, ns=(1, 1))
+print('done')
+`
+
+// TestDirtyDentries: files that only the sandbox writes to keep the time that it has
+// given them, which the host does not know until later.
+func TestDirtyDentries(t *testing.T) {
+	needs(t, "usr/bin/python3")
+	if *rootfsFlag != "/" {
+		t.Skip("the folder that is written to is one of the host's")
+	}
+	for _, m := range distinct(modeReference(t), modeIdle(t)) {
+		t.Run(m.name, func(t *testing.T) {
+			// The files of the host's that the guest writes to are those of a folder
+			// of the test's.
+			m.flags = append(slices.Clone(m.flags), "--overlay2=none", "--file-access=exclusive")
+			if m.evicts {
+				m.flags = append(m.flags, "--agentzip-trim-after=200ms")
+			}
+			dir, err := os.MkdirTemp("/var/tmp", "agentzip-dentries-")
+			if err != nil {
+				t.Fatal(err)
+			}
+			atExit(t, func() { os.RemoveAll(dir) })
+			b := startBox(t, m)
+			b.exec(time.Minute, "/usr/bin/python3", "-B", "-c", stamps, dir)
+			b.finish()
+		})
+	}
+}

@@ -16,11 +16,11 @@ const (
 )
 
 // DropCachedDentries drops dentries that are cached because somebody may look them
-// up again, and with them what they hold: about 1.5 KB of heap each, and a host
-// file descriptor with directfs. It returns how many, about, and ends when stop
-// returns true. Those of files
-// with anything to be written back stay, since that may fail, and does not include
-// timestamps.
+// up again, and with them what they hold: about 3 KB of the Sentry's memory each
+// (measured: 9 MiB after a walk that left 3200 descriptors), and a host file
+// descriptor with directfs. It returns how many, about, and ends when stop returns
+// true. Those of files with anything to be written back stay, since that may fail,
+// and does not include timestamps.
 func (fs *filesystem) DropCachedDentries(ctx context.Context, stop func() bool) (dropped uint64) {
 	for range dropRounds {
 		fs.dentryCache.mu.Lock()
