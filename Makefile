@@ -83,7 +83,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test template-test pool-test phase-test pressure-test observe-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test template-test pool-test phase-test pressure-test observe-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -161,7 +161,7 @@ linux-test: stock check-root ## Test the set-up of zram, KSM and cgroups on this
 		rm -rf "$$dir"; \
 	fi
 
-test-long: test containerd-test readme-test ## Also run the sandbox tests that take long
+test-long: test ## Also run the sandbox tests that take long
 	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long
 	$(SANDBOX) -timeout 20m ./test/pool -runtime=$(RUNTIME) -require -kills=50
 
@@ -198,7 +198,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(DOCKER_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi
