@@ -485,9 +485,10 @@ type quietTime struct {
 // stays away from a busy host.
 //
 // trimShare is how many times longer than what giving garbage back costs has to go by
-// until what timers in the guest have done makes it due again. reopenCost is what it
-// costs at most to look a dropped dentry up again, which opens its file: 600 take 3
-// to 20 ms (measured, path walks included).
+// until what timers in the guest have done makes it due again. reopenCost is more than
+// it costs to look a dropped dentry up again, which opens its file: about 10 us
+// (measured: 600 files take 21 ms after a wait with dropping, 15 ms without, medians
+// of 10).
 const (
 	deepenAllFactor = 4
 	busyPause       = time.Second
