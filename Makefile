@@ -53,7 +53,7 @@ DEMO_PACKAGES      = debootstrap
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test soak-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -83,7 +83,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test template-test pool-test phase-test pressure-test observe-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test template-test pool-test phase-test pressure-test observe-test soak-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -140,6 +140,10 @@ pressure-test: build stock check-root ## Run sandboxes in less memory than they 
 observe-test: build check-root ## Observe sandboxes of which some do not answer
 	$(SANDBOX) -timeout 10m ./test/observe -runtime=$(RUNTIME) -require
 
+soak-test: build check-root ## Have sandboxes work and wait again and again
+	@$(INSTALL) $(UNIT_PACKAGES)
+	$(SANDBOX) -timeout 20m ./test/soak -runtime=$(RUNTIME) -require
+
 # A machine without zram, or with swap in use, does without the system linux.
 agentbench-test: build stock check-root ## Run a small benchmark of agents
 	@$(INSTALL) $(DEMO_PACKAGES)
@@ -164,6 +168,7 @@ linux-test: stock check-root ## Test the set-up of zram, KSM and cgroups on this
 test-long: test ## Also run the sandbox tests that take long
 	$(SANDBOX) -timeout 6h ./test/integrity ./test/template $(RUNTIMES) -long
 	$(SANDBOX) -timeout 20m ./test/pool -runtime=$(RUNTIME) -require -kills=50
+	$(SANDBOX) -timeout 2h ./test/soak -runtime=$(RUNTIME) -require -long
 
 # --batch: no bazel server is left behind.
 bazel-test: vendor ## Run the unit tests through bazel

@@ -1,0 +1,258 @@
+package soak
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"runsc-agentzip/pkg/fleet"
+)
+
+// TestBurst: a burst of short processes, then a wait; the sandbox is as small as after
+// the burst before, each time.
+func TestBurst(t *testing.T) {
+	const mib = 4
+	rounds, processes := 3, 300
+	if *longFlag {
+		rounds, processes = 10, 2000
+	}
+	rt := newRuntime(t)
+	g := start(t, rt, "burst", bundle(t, mib), mib)
+	seed := *seedFlag
+	t.Logf("seed %d", seed)
+	var costs []cost
+	// The first round is not compared: it is what makes the sandbox as large as it
+	// stays.
+	for round := range rounds + 1 {
+		n := processes
+		if round == 0 {
+			n = 100
+			if err := g.do(crowd(seed)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		began := time.Now()
+		if err := g.do(burst(seed+uint64(round), n, widest)); err != nil {
+			t.Fatal(err)
+		}
+		took := time.Since(began)
+		if err := g.do(g.model.sum()); err != nil {
+			t.Fatal(err)
+		}
+		c, err := g.floor()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("round %2d: %d processes in %.1f s, small after %.1f s; %v", round, n, took.Seconds(), (time.Since(began) - took).Seconds(), c)
+		costs = append(costs, c)
+	}
+	costs = costs[1:]
+	few := (len(costs) + 2) / 4
+	if what := grown(costs[:few], costs[len(costs)-few:]); what != "" {
+		t.Errorf("after %d more bursts of %d processes the sandbox has grown: %s", rounds-few, processes, what)
+	}
+	if err := g.check(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSoak: clones of one template take steps of all kinds between waits of random
+// length. All answers are right, and the last wait costs what an early one did.
+func TestSoak(t *testing.T) {
+	const mib, clones = 8, 8
+	lasts := *soakFlag
+	if lasts == 0 {
+		lasts = 20 * time.Second
+		if *longFlag {
+			lasts = 30 * time.Minute
+		}
+	}
+	t.Logf("seed %d, %v", *seedFlag, lasts)
+	rt := newRuntime(t)
+	bundle := bundle(t, mib)
+	origin := start(t, rt, "origin", bundle, mib)
+	if err := origin.do(origin.model.sum()); err != nil {
+		t.Fatal(err)
+	}
+	image := filepath.Join(tempDir(t), "image")
+	if err := origin.Checkpoint(within(t, bounded), image, fleet.CheckpointOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := origin.Delete(within(t, bounded)); err != nil {
+		t.Fatal(err)
+	}
+	var all []*guest
+	for i := range clones {
+		id := fmt.Sprintf("clone%d", i)
+		sb, err := rt.Restore(within(t, bounded), id, bundle, image)
+		if err != nil {
+			t.Fatalf("restoring %s: %v", id, err)
+		}
+		all = append(all, &guest{Sandbox: sb, evicts: rt.evicts, model: slices.Clone(origin.model)})
+	}
+
+	rands := make([]*rand.Rand, clones)
+	for i := range rands {
+		rands[i] = rand.New(rand.NewPCG(*seedFlag, uint64(i)))
+	}
+	// Every kind of step has had its turn before the first look.
+	each(t, all, func(_ context.Context, i int, g *guest) error {
+		if err := g.do(crowd(rands[i].Uint64())); err != nil {
+			return err
+		}
+		for _, k := range kinds {
+			if err := g.do(k(g.model, rands[i].Uint64(), rands[i])); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	early := floors(t, all)
+
+	end := time.Now().Add(lasts)
+	stopReports := report(t, all, min(lasts/4, 5*time.Minute))
+	each(t, all, func(ctx context.Context, i int, g *guest) error {
+		r := rands[i]
+		for {
+			// 0.1 to 8 s, each factor of two as often as any other.
+			wait := time.Duration(float64(100*time.Millisecond) * math.Pow(80, r.Float64()))
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(min(wait, time.Until(end))):
+			}
+			if !time.Now().Before(end) {
+				return nil
+			}
+			if err := g.do(kinds[r.IntN(len(kinds))](g.model, r.Uint64(), r)); err != nil {
+				return err
+			}
+		}
+	})
+	stopReports()
+
+	// All that a clone holds is looked at: what is stored, by the runtime itself, and
+	// then, by the guest, what comes back of it.
+	for _, g := range all {
+		if err := g.check(); err != nil {
+			t.Error(err)
+		}
+		if err := g.do(g.model.sum()); err != nil {
+			t.Error(err)
+		}
+	}
+	late := floors(t, all)
+	var steps int
+	var evicted, restored uint64
+	for i, g := range all {
+		if what := grown(early[i:i+1], late[i:i+1]); what != "" {
+			t.Errorf("%s has grown: %s", g.ID(), what)
+		}
+		if err := g.check(); err != nil {
+			t.Error(err)
+		}
+		steps += g.right
+		if !g.evicts {
+			continue
+		}
+		st, err := g.stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if st.EvictedPagesTotal == 0 || st.RestoredPagesTotal == 0 || st.Phase.Waits < 3 {
+			t.Errorf("%s proves nothing: %d pages evicted, %d restored in %d waits", g.ID(), st.EvictedPagesTotal, st.RestoredPagesTotal, st.Phase.Waits)
+		}
+		evicted += st.EvictedPagesTotal
+		restored += st.RestoredPagesTotal
+	}
+	t.Logf("%d steps, all answers right; %d pages evicted, %d restored", steps, evicted, restored)
+}
+
+// each runs f for all guests at once and ends the test if one fails; the others end
+// then, too.
+func each(t *testing.T, all []*guest, f func(ctx context.Context, i int, g *guest) error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	errs := make([]error, len(all))
+	var wg sync.WaitGroup
+	for i, g := range all {
+		wg.Go(func() {
+			if errs[i] = f(ctx, i, g); errs[i] != nil {
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	if t.Failed() {
+		t.FailNow()
+	}
+}
+
+// floors measures all guests in a wait of all.
+func floors(t *testing.T, all []*guest) []cost {
+	t.Helper()
+	var out []cost
+	for _, g := range all {
+		c, err := g.floor()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s: %v", g.ID(), c)
+		out = append(out, c)
+	}
+	return out
+}
+
+// report says now and then what all guests cost, whatever they do.
+func report(t *testing.T, all []*guest, every time.Duration) (stop func()) {
+	done, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		began := time.Now()
+		tick := time.NewTicker(every)
+		defer tick.Stop()
+		for {
+			select {
+			case <-done:
+				return
+			case <-tick.C:
+			}
+			var sum, guest uint64
+			counts := map[string]int{}
+			for _, g := range all {
+				c, err := g.measure()
+				if err != nil {
+					continue // its step says why
+				}
+				sum += c.outside()
+				guest += c.guest
+				counts["processes"] += c.processes
+				counts["descriptors"] += c.fds
+				counts["threads"] += c.threads
+			}
+			var text []string
+			for _, k := range slices.Sorted(maps.Keys(counts)) {
+				text = append(text, fmt.Sprintf("%d %s", counts[k], k))
+			}
+			t.Logf("after %v: memory files of guests %d MiB, all else %d MiB, %s", time.Since(began).Round(time.Second), guest>>20, sum>>20, strings.Join(text, ", "))
+		}
+	}()
+	return func() {
+		close(done)
+		<-stopped
+	}
+}
