@@ -176,6 +176,13 @@ func TestParseKB(t *testing.T) {
 	}
 }
 
+func TestParseHostMemory(t *testing.T) {
+	got := parseHostMemory("MemTotal: 100 kB\nMemFree:  20 kB\nMemAvailable: 60 kB\nSUnreclaim: 4 kB\nKernelStack:   2 kB\nPageTables: 9 kB\nPercpu: 1 kB\nHugePages_Total:  7\n")
+	if want := (HostMemory{Total: 100 << 10, Free: 20 << 10, Available: 60 << 10, Kernel: 7 << 10}); got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+}
+
 func TestParseMappedPSS(t *testing.T) {
 	const smaps = `55d0-55d1 r-xp 00001000 fe:00 77 /img/pages.img
 Size:                  8 kB

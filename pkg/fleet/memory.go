@@ -430,6 +430,9 @@ type HostMemory struct {
 	Total     uint64 `json:"total"`
 	Free      uint64 `json:"free"`
 	Available uint64 `json:"available"`
+	// Kernel is what the kernel holds for itself and cannot give back, page tables
+	// left out: unreclaimable slabs, stacks of threads, memory per processor.
+	Kernel uint64 `json:"kernel"`
 }
 
 // ReadHostMemory reads what the machine has and has left.
@@ -438,8 +441,15 @@ func ReadHostMemory() (HostMemory, error) {
 	if err != nil {
 		return HostMemory{}, fmt.Errorf("fleet: %w", err)
 	}
-	m := parseKB(string(b))
-	return HostMemory{Total: m["MemTotal"], Free: m["MemFree"], Available: m["MemAvailable"]}, nil
+	return parseHostMemory(string(b)), nil
+}
+
+func parseHostMemory(meminfo string) HostMemory {
+	m := parseKB(meminfo)
+	return HostMemory{
+		Total: m["MemTotal"], Free: m["MemFree"], Available: m["MemAvailable"],
+		Kernel: m["SUnreclaim"] + m["KernelStack"] + m["Percpu"],
+	}
 }
 
 // CPUTime is the processor time the sandbox's living processes have used:

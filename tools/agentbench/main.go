@@ -27,6 +27,7 @@ var commands = []command{
 	{"demo", "checkpoint one sandbox, restore N, drive them under both runtimes, compare", runDemo},
 	{"micro", "cost of faults on evicted memory, and of the backend when nothing is evicted", runMicro},
 	{"idle", "what a sandbox that waits costs outside its guest memory, and its first command after it", runIdle},
+	{"density", "how many sandboxes that wait fit in an amount of memory, counted by starting them", runDensity},
 	{"reclaim", "remove what a killed demo or run left behind; the next one does it too", runReclaim},
 	{"guest", "what micro runs inside its sandboxes", runGuest},
 	{"enter", "", runEnter},
