@@ -59,6 +59,11 @@ func TestBurst(t *testing.T) {
 	if what := grown(costs[:few], costs[len(costs)-few:]); what != "" {
 		t.Errorf("after %d more bursts of %d processes the sandbox has grown: %s", rounds-few, processes, what)
 	}
+	// The program's memory is the same in all waits, and so is what it takes.
+	owned := func(c cost) uint64 { return c.owned }
+	if before, after := median(costs[:few], owned), median(costs[len(costs)-few:], owned); after > before+256<<10 {
+		t.Errorf("after %d more bursts of %d processes the sandbox owns %d KiB instead of %d KiB", rounds-few, processes, after>>10, before>>10)
+	}
 	if err := g.check(); err != nil {
 		t.Error(err)
 	}
