@@ -151,6 +151,7 @@ agentbench-test: build stock check-root ## Run a small benchmark of agents
 	bin/agentbench run --workload swe --clones 4 --steps 10 --wait-scale 0.3 --systems stock,linux,agentzip --skip-unavailable \
 		--json out/agentbench-test.json --html out/agentbench-test.html
 	bin/agentbench idle --clones 2 --waits 1s,3s --rounds 2
+	bin/agentbench density --memory 400MiB --max 3 --wait 1s --systems stock,agentzip
 
 # A killed test leaves its record of what it changed on the host in this folder,
 # where .ci/run finds it.
