@@ -116,6 +116,7 @@ var steps = []step{
 	{text: "bin/agentbench run --workload all --clones 8,16", why: "it takes hours; test/results has what it came to"},
 	{text: "bin/agentbench run --trace my-trace.json", why: "it needs a trace and a Debian mirror; `make unit` reads and runs traces (tools/agentbench)"},
 	{text: "bin/agentbench idle --clones 1,8 --waits 1s,10s,60s", why: "it takes minutes and a Debian mirror; `make unit` tests what it computes (tools/agentbench)"},
+	{text: "bin/agentbench density --memory 4GiB --systems stock,linux,agentzip", why: "it takes minutes and a Debian mirror; `make agentbench-test` runs it with 400 MiB"},
 	{text: "bin/agentbench compare OLD.json NEW.json", run: (*env).compare},
 
 	{text: "make ...", run: (*env).target},
