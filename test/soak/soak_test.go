@@ -108,7 +108,7 @@ func TestSoak(t *testing.T) {
 	for i := range rands {
 		rands[i] = rand.New(rand.NewPCG(*seedFlag, uint64(i)))
 	}
-	// Every kind of step has had its turn before the first look.
+	// Every kind of step has its turn before the first look.
 	each(t, all, func(_ context.Context, i int, g *guest) error {
 		if err := g.do(crowd(rands[i].Uint64())); err != nil {
 			return err
@@ -120,29 +120,10 @@ func TestSoak(t *testing.T) {
 		}
 		return nil
 	})
+	// A quarter of the time makes the clones as large as they stay.
+	work(t, all, rands, lasts/4)
 	early := floors(t, all)
-
-	end := time.Now().Add(lasts)
-	stopReports := report(t, all, min(lasts/4, 5*time.Minute))
-	each(t, all, func(ctx context.Context, i int, g *guest) error {
-		r := rands[i]
-		for {
-			// 0.1 to 8 s, each factor of two as often as any other.
-			wait := time.Duration(float64(100*time.Millisecond) * math.Pow(80, r.Float64()))
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-time.After(min(wait, time.Until(end))):
-			}
-			if !time.Now().Before(end) {
-				return nil
-			}
-			if err := g.do(kinds[r.IntN(len(kinds))](g.model, r.Uint64(), r)); err != nil {
-				return err
-			}
-		}
-	})
-	stopReports()
+	work(t, all, rands, lasts-lasts/4)
 
 	// All that a clone holds is looked at: what is stored, by the runtime itself, and
 	// then, by the guest, what comes back of it.
@@ -179,6 +160,32 @@ func TestSoak(t *testing.T) {
 		restored += st.RestoredPagesTotal
 	}
 	t.Logf("%d steps, all answers right; %d pages evicted, %d restored", steps, evicted, restored)
+}
+
+// work has all guests take steps of random kinds, each at its own pace.
+func work(t *testing.T, all []*guest, rands []*rand.Rand, lasts time.Duration) {
+	t.Helper()
+	end := time.Now().Add(lasts)
+	stopReports := report(t, all, min(lasts, 5*time.Minute)/2)
+	defer stopReports()
+	each(t, all, func(ctx context.Context, i int, g *guest) error {
+		r := rands[i]
+		for {
+			// 0.1 to 8 s, each factor of two as often as any other.
+			wait := time.Duration(float64(100*time.Millisecond) * math.Pow(80, r.Float64()))
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(min(wait, time.Until(end))):
+			}
+			if !time.Now().Before(end) {
+				return nil
+			}
+			if err := g.do(kinds[r.IntN(len(kinds))](g.model, r.Uint64(), r)); err != nil {
+				return err
+			}
+		}
+	})
 }
 
 // each runs f for all guests at once and ends the test if one fails; the others end
