@@ -104,11 +104,36 @@ const guestMemfdName = "runsc-memory"
 
 // Memory measures the sandbox.
 func (s *Sandbox) Memory() (Memory, error) {
+	t, err := readProcessTree()
+	if err != nil {
+		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
+	}
+	return s.memory(t)
+}
+
+// MeasureAll measures sandboxes. It looks for their processes once for all, which
+// makes it much quicker for many than Memory; a process that starts after that is left
+// out.
+func MeasureAll(sandboxes []*Sandbox) ([]Memory, error) {
+	t, err := readProcessTree()
+	if err != nil {
+		return nil, fmt.Errorf("fleet: %w", err)
+	}
+	out := make([]Memory, len(sandboxes))
+	for i, s := range sandboxes {
+		if out[i], err = s.memory(t); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+func (s *Sandbox) memory(t processTree) (Memory, error) {
 	pid := s.Pid()
 	if pid == 0 || s.Exited() {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s does not run", s.id)
 	}
-	m, err := MeasureSandbox(pid, s.GoferPid(), s.sharedTemplate(pid))
+	m, err := measureSandbox(t, pid, s.GoferPid(), s.sharedTemplate(pid))
 	if err != nil {
 		return Memory{}, fmt.Errorf("fleet: sandbox %s: %w", s.id, err)
 	}
@@ -122,6 +147,14 @@ func (s *Sandbox) Memory() (Memory, error) {
 // is the file of a shared template's pages that the Sentry maps, "" for none.
 // Client is left out.
 func MeasureSandbox(sentry, gofer int, template string) (Memory, error) {
+	t, err := readProcessTree()
+	if err != nil {
+		return Memory{}, err
+	}
+	return measureSandbox(t, sentry, gofer, template)
+}
+
+func measureSandbox(t processTree, sentry, gofer int, template string) (Memory, error) {
 	var m Memory
 	fds, err := memfds(sentry)
 	if err != nil {
@@ -160,11 +193,7 @@ func MeasureSandbox(sentry, gofer int, template string) (Memory, error) {
 			return Memory{}, fmt.Errorf("gofer: %w", err)
 		}
 	}
-	stubs, err := descendants(sentry)
-	if err != nil {
-		return Memory{}, err
-	}
-	for _, p := range uniqueAddressSpaces(stubs) {
+	for _, p := range uniqueAddressSpaces(t.descendants(sentry)) {
 		pm, err := processMemory(p)
 		if err == nil {
 			err = addTemplate(p)

@@ -102,11 +102,23 @@ func parseStat(b []byte) (procStat, error) {
 
 // descendants returns every descendant of pid, pid itself not included.
 func descendants(pid int) ([]int, error) {
+	t, err := readProcessTree()
+	if err != nil {
+		return nil, err
+	}
+	return t.descendants(pid), nil
+}
+
+// processTree has the children of each process.
+type processTree map[int][]int
+
+// readProcessTree looks through all processes of the host.
+func readProcessTree() (processTree, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
 		return nil, err
 	}
-	children := make(map[int][]int)
+	children := make(processTree)
 	for _, e := range entries {
 		p, err := strconv.Atoi(e.Name())
 		if err != nil {
@@ -118,13 +130,17 @@ func descendants(pid int) ([]int, error) {
 		}
 		children[st.ppid] = append(children[st.ppid], p)
 	}
+	return children, nil
+}
+
+func (t processTree) descendants(pid int) []int {
 	var out []int
 	for todo := []int{pid}; len(todo) > 0; {
 		p := todo[0]
-		todo = append(todo[1:], children[p]...)
-		out = append(out, children[p]...)
+		todo = append(todo[1:], t[p]...)
+		out = append(out, t[p]...)
 	}
-	return out, nil
+	return out
 }
 
 // kcmpVM is KCMP_VM of kcmp(2): do two processes share one address space?

@@ -462,7 +462,7 @@ func (c *crowd) at(ctx context.Context, n int) (densityPoint, error) {
 	if err := sleep(ctx, time.Until(c.since.Add(c.d.cfg.wait))); err != nil {
 		return densityPoint{}, err
 	}
-	p, err := c.measure(ctx)
+	p, err := c.measure()
 	if err != nil {
 		return p, err
 	}
@@ -472,7 +472,7 @@ func (c *crowd) at(ctx context.Context, n int) (densityPoint, error) {
 			return p, err
 		}
 		before := p.Sum
-		if p, err = c.measure(ctx); err != nil {
+		if p, err = c.measure(); err != nil {
 			return p, err
 		}
 		if p.Sum+before/200 > before {
@@ -559,25 +559,24 @@ func (c *crowd) start(ctx context.Context, i int) error {
 }
 
 // measure adds up.
-func (c *crowd) measure(ctx context.Context) (densityPoint, error) {
+func (c *crowd) measure() (densityPoint, error) {
 	p := densityPoint{Clones: len(c.sandboxes)}
 	var clients uint64
 	var template *fleet.TemplateMemory
+	measured, err := fleet.MeasureAll(c.sandboxes)
+	if err != nil {
+		for _, sb := range c.sandboxes {
+			err = endedWhy(sb, err)
+		}
+		return p, err
+	}
 	var usage linuxmem.HostUsage
-	var err error
 	if c.host != nil {
 		if usage, err = c.host.Usage(); err != nil {
 			return p, err
 		}
 	}
-	for i, sb := range c.sandboxes {
-		if err := ctx.Err(); err != nil {
-			return p, err
-		}
-		m, err := sb.Memory()
-		if err != nil {
-			return p, endedWhy(sb, err)
-		}
+	for i, m := range measured {
 		clients += m.Client.PSSAnon + m.Client.PageTables
 		if m.Template != nil {
 			template = m.Template
