@@ -44,7 +44,11 @@ func Fprint(w io.Writer, s *Stats) {
 	}
 	row("phase", "%s for %v%s", s.Phase.State, time.Duration(s.Phase.SinceNS).Round(time.Millisecond), why)
 	if p := s.Pressure; p.LimitBytes != 0 {
-		row("memory limit", "%s of %s used, pressure %s (%d evictions while working, faults waited %v)", Size(p.UsedBytes), Size(p.LimitBytes), p.Level, p.Evictions, time.Duration(p.ThrottledNS).Round(time.Millisecond))
+		whose := ""
+		if p.Above != 0 {
+			whose = " by all in a cgroup above"
+		}
+		row("memory limit", "%s of %s used%s, pressure %s (%d evictions while working, faults waited %v)", Size(p.UsedBytes), Size(p.LimitBytes), whose, p.Level, p.Evictions, time.Duration(p.ThrottledNS).Round(time.Millisecond))
 	}
 	switch s.Pool.State {
 	case "", "none":

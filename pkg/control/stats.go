@@ -165,10 +165,13 @@ type Phase struct {
 type Pressure struct {
 	// Level is "none", "high" or "critical".
 	Level string `json:"level"`
-	// LimitBytes is the limit of the sandbox's memory cgroup, 0 if there is none
-	// or it is not known, and UsedBytes what is used of it, file cache left out.
+	// LimitBytes is the limit of the sandbox's memory cgroup or of one above it,
+	// whichever is nearest, 0 if there is none or it is not known. UsedBytes is what
+	// is used of it, file cache left out, and Above how many levels above the
+	// sandbox's own the cgroup is: what others in it use counts, too.
 	LimitBytes uint64 `json:"limit_bytes"`
 	UsedBytes  uint64 `json:"used_bytes"`
+	Above      uint64 `json:"above,omitempty"`
 	// Evictions counts those that pressure caused while the sandbox worked, and
 	// ThrottledNS is the time that faults have waited for memory.
 	Evictions   uint64 `json:"evictions"`

@@ -13,33 +13,36 @@ import (
 )
 
 // MemoryArgs is the argument of the method Agentzip.Memory of a sandbox: what
-// tells it how scarce memory is. The files are those of pressure.Files that there
-// are, in the order in which they are declared.
+// tells it how scarce memory is. The files are those of pressure.Files.All.
 type MemoryArgs struct {
 	urpc.FilePayload
-	// Limit is the limit of the sandbox's memory cgroup in bytes, 0 without one.
-	Limit uint64
-	// Cgroup and Host tell which files there are.
-	Cgroup, Host bool
+	// Groups is how many cgroups there are files of, and Host tells whether there
+	// is the host's.
+	Groups int
+	Host   bool
 }
 
 // Gauge returns a Gauge for the files. It leaves the arguments' own to their owner.
 func (a *MemoryArgs) Gauge() (*pressure.Gauge, error) {
-	f := pressure.Files{Limit: a.Limit}
+	// The number of files bounds that of the cgroups.
+	f := pressure.Files{Groups: make([]pressure.Group, min(max(a.Groups, 0), len(a.Files)))}
 	var into []**os.File
-	if a.Cgroup {
-		into = append(into, &f.Usage, &f.Stat)
+	for i := range f.Groups {
+		g := &f.Groups[i]
+		into = append(into, &g.Limit, &g.Usage, &g.Stat)
 	}
 	if a.Host {
 		into = append(into, &f.Host)
 	}
-	if len(into) != len(a.Files) || a.Cgroup != (a.Limit != 0) {
-		return nil, fmt.Errorf("%d files for the sandbox's memory, want %d, and a limit of %d", len(a.Files), len(into), a.Limit)
+	if len(into) != len(a.Files) || len(f.Groups) != a.Groups {
+		return nil, fmt.Errorf("%d files for the sandbox's memory, want those of %d cgroups, the host's: %t", len(a.Files), a.Groups, a.Host)
 	}
 	for i, to := range into {
 		own, err := dup(a.Files[i])
 		if err != nil {
-			f.Close()
+			for _, f := range into[:i] {
+				_ = (*f).Close()
+			}
 			return nil, fmt.Errorf("keeping a file about memory: %w", err)
 		}
 		*to = own
@@ -64,13 +67,7 @@ func giveMemory(s *sandbox.Sandbox) {
 	if err != nil {
 		log.Infof("agentzip: sandbox %q does not know its memory limit: %v", s.ID, err)
 	}
-	args := &MemoryArgs{Limit: f.Limit, Cgroup: f.Limit != 0, Host: f.Host != nil}
-	if args.Cgroup {
-		args.Files = append(args.Files, f.Usage, f.Stat)
-	}
-	if args.Host {
-		args.Files = append(args.Files, f.Host)
-	}
+	args := &MemoryArgs{FilePayload: urpc.FilePayload{Files: f.All()}, Groups: len(f.Groups), Host: f.Host != nil}
 	if len(args.Files) == 0 {
 		return
 	}

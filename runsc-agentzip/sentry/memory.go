@@ -1,9 +1,12 @@
 package sentry
 
 import (
+	"runtime"
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/log"
 
 	"runsc-agentzip/memfile"
@@ -64,11 +67,15 @@ func (s *scarcity) pressed() bool {
 	return g.Level() >= pressure.HighLevel || g.HostHigh()
 }
 
-// admit is called before a fault or a system call is handled.
-func (s *scarcity) admit() {
+// A task is an application's thread, a kernel.Task.
+type task interface{ Killed() bool }
+
+// admit is called before a fault (sysno is pgalloc.NoSyscall) or a system call is
+// handled. held returns how much memory could be evicted, in bytes.
+func (s *scarcity) admit(t task, sysno uintptr, held interface{ HeldBytes() (uint64, error) }) {
 	g := s.gauge.Load()
-	if g.Limit() == 0 {
-		return
+	if !g.Limited() {
+		return // the driver sees when that changes
 	}
 	l := g.Level()
 	if l == pressure.None {
@@ -78,11 +85,18 @@ func (s *scarcity) admit() {
 	case s.wanted <- struct{}{}:
 	default:
 	}
-	if l != pressure.CriticalLevel {
+	if l != pressure.CriticalLevel || freesMemory(sysno) {
 		return
 	}
+	if g.Read().Above != 0 {
+		// Others have filled the cgroup: to hold up a sandbox with little memory
+		// would not empty it.
+		if n, err := held.HeldBytes(); err == nil && n < manyBytes {
+			return
+		}
+	}
 	start, passes := time.Now(), s.evictions.Load()
-	for now := start; now.Sub(start) < throttleMax && now.UnixNano() >= s.futile.Load(); now = time.Now() {
+	for now := start; now.Sub(start) < throttleMax && now.UnixNano() >= s.futile.Load() && !t.Killed(); now = time.Now() {
 		time.Sleep(throttleStep)
 		if g.Level() != pressure.CriticalLevel || s.evictions.Load() >= passes+throttlePasses {
 			break
@@ -91,8 +105,25 @@ func (s *scarcity) admit() {
 	s.throttled.Add(uint64(time.Since(start)))
 }
 
+// freesMemory tells whether a system call can give memory back, or end who has it, and
+// takes none itself: what brk and mremap add is only given by faults.
+func freesMemory(sysno uintptr) bool {
+	switch sysno {
+	case unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_MREMAP, unix.SYS_BRK, unix.SYS_MUNLOCK, unix.SYS_MUNLOCKALL,
+		unix.SYS_SHMDT, unix.SYS_SHMCTL,
+		unix.SYS_CLOSE, unix.SYS_CLOSE_RANGE, unix.SYS_UNLINKAT, unix.SYS_TRUNCATE, unix.SYS_FTRUNCATE, unix.SYS_UMOUNT2,
+		unix.SYS_EXIT, unix.SYS_EXIT_GROUP, unix.SYS_KILL, unix.SYS_TKILL, unix.SYS_TGKILL:
+		return true
+	}
+	// arm64 has only unlinkat.
+	const unlink = 87
+	return runtime.GOARCH == "amd64" && sysno == unlink
+}
+
 // Admit implements pgalloc.PageBackend.Admit.
-func (b *backend) Admit() { process.scarce.admit() }
+func (b *backend) Admit(ctx context.Context, sysno uintptr) {
+	process.scarce.admit(ctx, sysno, b.Backend)
+}
 
 // relieve evicts what a working sandbox does not use, if memory is scarce.
 func (d *driver) relieve() {
@@ -129,7 +160,7 @@ func (d *driver) relieve() {
 		}
 		// If what is left in memory is little, it is the store that has to get
 		// smaller.
-		if held, err := d.b.HeldBytes(); err == nil && held < s.gauge.Load().Limit()/3 && s.level() != pressure.None {
+		if held, err := d.b.HeldBytes(); err == nil && held < d.mayHold(held)/3 && s.level() != pressure.None {
 			end := time.Now().Add(deepenSlice)
 			deepened, _ = d.b.Deepen(func() bool {
 				return halted() || s.level() == pressure.None || time.Now().After(end)
@@ -153,6 +184,15 @@ func (d *driver) relieve() {
 	log.Debugf("agentzip: memory pressure is %v: evicted %d of %d pages and compressed %d harder in %v, %d -> %d bytes in memory (%v)", l, res.Evicted, res.Marked, deepened, took, before, after, err)
 }
 
+// mayHold is the limit, or what the sandbox has in memory and in the store where others
+// share the limit.
+func (d *driver) mayHold(held uint64) uint64 {
+	if r := process.scarce.gauge.Load().Read(); r.Above == 0 {
+		return r.Limit
+	}
+	return held + d.b.Stats().StoreBytes
+}
+
 // Memory gives the sandbox the files that tell how scarce memory is.
 func (a *Agentzip) Memory(args *attach.MemoryArgs, _ *struct{}) error {
 	if a.d == nil {
@@ -162,7 +202,7 @@ func (a *Agentzip) Memory(args *attach.MemoryArgs, _ *struct{}) error {
 	if err != nil {
 		return err
 	}
-	log.Infof("agentzip: the sandbox's memory limit is %d bytes (0: none)", g.Limit())
+	log.Infof("agentzip: the sandbox's memory limit is %d bytes (0: none), of %d cgroups", g.Read().Limit, args.Groups)
 	// An earlier one may be in use; its files are few.
 	process.scarce.gauge.Store(g)
 	return nil
@@ -171,11 +211,12 @@ func (a *Agentzip) Memory(args *attach.MemoryArgs, _ *struct{}) error {
 func pressureState() control.Pressure {
 	s := &process.scarce
 	g := s.gauge.Load()
-	l, used := g.Read()
+	r := g.Read()
 	return control.Pressure{
-		Level:       l.String(),
-		LimitBytes:  g.Limit(),
-		UsedBytes:   used,
+		Level:       r.Level.String(),
+		LimitBytes:  r.Limit,
+		UsedBytes:   r.Used,
+		Above:       uint64(r.Above),
 		Evictions:   s.evictions.Load(),
 		ThrottledNS: s.throttled.Load(),
 	}

@@ -99,7 +99,7 @@ func TestMain(m *testing.M) {
 		}
 		for _, dir := range cgroups(prefix + "*") {
 			if ownerGone(dir) {
-				_ = os.Remove(dir)
+				removeCgroup(dir)
 			}
 		}
 		for _, parent := range []string{os.TempDir(), guestParent} {
@@ -220,27 +220,37 @@ func usable(t testing.TB, path, target, name string) (ours bool) {
 	return bytes.Contains(out, []byte("-agentzip-idle"))
 }
 
+const limitV1, limitV2 = "memory.limit_in_bytes", "memory.max"
+
+// memoryTop returns the top of the hierarchy that limits memory, and the name of the
+// files with limits.
+func memoryTop() (dir, file string) {
+	dir = "/sys/fs/cgroup/memory"
+	if _, err := os.Stat(filepath.Join(dir, "memory.usage_in_bytes")); err == nil {
+		return dir, limitV1
+	}
+	return filepath.Dir(dir), limitV2
+}
+
 // memoryController tells why memory cannot be limited, if so.
 var memoryController = sync.OnceValue(func() error {
-	const v1, v2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
-	dir := v1
-	if _, err := os.Stat(v1 + "/memory.usage_in_bytes"); err != nil {
-		b, err := os.ReadFile(v2 + "/cgroup.controllers")
+	dir, file := memoryTop()
+	if file == limitV2 {
+		b, err := os.ReadFile(dir + "/cgroup.controllers")
 		if err != nil {
-			return fmt.Errorf("cgroups are not mounted on %s: %w", v2, err)
+			return fmt.Errorf("cgroups are not mounted on %s: %w", dir, err)
 		}
 		if !slices.Contains(strings.Fields(string(b)), "memory") {
-			return fmt.Errorf("%s/cgroup.controllers has no memory controller: %q", v2, b)
+			return fmt.Errorf("%s/cgroup.controllers has no memory controller: %q", dir, b)
 		}
-		dir = v2
 	}
 	dir = filepath.Join(dir, ownPrefix+"probe")
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
 	defer os.Remove(dir)
-	if strings.HasPrefix(dir, v1+"/") {
-		return os.WriteFile(dir+"/memory.limit_in_bytes", []byte("67108864"), 0)
+	if file == limitV1 {
+		return os.WriteFile(filepath.Join(dir, file), []byte("67108864"), 0)
 	}
 	return nil
 })
@@ -250,6 +260,15 @@ func cgroups(name string) []string {
 	one, _ := filepath.Glob("/sys/fs/cgroup/" + name)
 	each, _ := filepath.Glob("/sys/fs/cgroup/*/" + name)
 	return append(one, each...)
+}
+
+// removeCgroup removes a cgroup with those below it, unless there is a process in them.
+func removeCgroup(dir string) {
+	below, _ := filepath.Glob(filepath.Join(dir, "*", "cgroup.procs"))
+	for _, file := range below {
+		_ = os.Remove(filepath.Dir(file))
+	}
+	_ = os.Remove(dir)
 }
 
 // hasSwap tells whether memory over the limit could go elsewhere.
@@ -281,8 +300,46 @@ var program = sync.OnceValues(func() (string, error) {
 // A host is a runtime, and the cgroups of the sandboxes that it runs.
 type host struct {
 	*fleet.Runtime
-	// cgroup is what their names begin with.
+	// cgroup is what their names begin with, or the name of the one that they are in.
 	cgroup string
+}
+
+// pod puts the sandboxes that are started from now on into one cgroup with a limit in
+// bytes.
+func (h *host) pod(t testing.TB, limit int64) {
+	t.Helper()
+	dir, file := memoryTop()
+	if file == limitV2 {
+		// It may be on already.
+		_ = os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+memory"), 0)
+	}
+	if err := os.Mkdir(filepath.Join(dir, h.cgroup+"pod"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h.setLimit(t, "pod", limit)
+	h.cgroup += "pod/"
+}
+
+// setLimit changes a cgroup's limit in bytes; 0 is none. Version 1 refuses one that is
+// below what is used.
+func (h *host) setLimit(t testing.TB, name string, limit int64) {
+	t.Helper()
+	dir, file := memoryTop()
+	value := strconv.FormatInt(limit, 10)
+	switch {
+	case limit == 0 && file == limitV1:
+		value = "-1"
+	case limit == 0:
+		value = "max"
+	}
+	var err error
+	for range 50 {
+		if err = os.WriteFile(filepath.Join(dir, h.cgroup+name, file), []byte(value), 0); err == nil {
+			return
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	t.Fatal(err)
 }
 
 // hosts counts them.
@@ -335,11 +392,11 @@ func newHost(t testing.TB, binary string, flags ...string) *host {
 // was just killed may be in a cgroup for a moment.
 func (h *host) removeCgroups() (left []string) {
 	for range 50 {
-		if left = cgroups(h.cgroup + "*"); len(left) == 0 {
+		if left = cgroups(strings.TrimSuffix(h.cgroup, "/") + "*"); len(left) == 0 {
 			return nil
 		}
 		for _, dir := range left {
-			_ = os.Remove(dir)
+			removeCgroup(dir)
 		}
 		time.Sleep(20 * time.Millisecond)
 	}

@@ -108,6 +108,100 @@ func TestClone(t *testing.T) {
 	g.pressed(touched)
 }
 
+// TestParent: the limit of the cgroup above counts as the sandbox's own would.
+func TestParent(t *testing.T) {
+	t.Run("stock", func(t *testing.T) {
+		h := newHost(t, stock(t))
+		h.pod(t, limit)
+		h.start(t, "stock", 0).killed(touched, "fill %d 1", touched)
+	})
+	t.Run("agentzip", func(t *testing.T) {
+		h := newHost(t, agentzip(t))
+		h.pod(t, limit)
+		g := h.start(t, "one", 0)
+		g.limit = limit
+		g.must("fill %d 1", touched)
+		g.must("verify")
+		if p := g.stats().Pressure; p.Above != 1 {
+			t.Errorf("%+v", p)
+		}
+		g.pressed(touched)
+	})
+}
+
+// TestSiblings: two sandboxes use more than they may together, one of which would be
+// allowed all of it by its own limit.
+func TestSiblings(t *testing.T) {
+	h := newHost(t, agentzip(t))
+	h.pod(t, 2*limit)
+	gs := []*guest{h.start(t, "limited", 4*limit), h.start(t, "unlimited", 0)}
+	done := make(chan error, len(gs))
+	for _, g := range gs {
+		g.limit = 2 * limit
+		go func() {
+			err := g.ask("fill %d 1", touched)
+			if err == nil {
+				err = g.ask("verify")
+			}
+			done <- err
+		}()
+	}
+	for range gs {
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}
+	for _, g := range gs {
+		if p := g.stats().Pressure; p.Above != 1 {
+			t.Errorf("%s: %+v", g.sb.ID(), p)
+		}
+		g.pressed(touched)
+	}
+}
+
+// TestUpdate: a limit comes, is lowered and goes while the sandbox runs.
+func TestUpdate(t *testing.T) {
+	h := newHost(t, agentzip(t))
+	g := h.start(t, "update", 0)
+	g.must("fill %d 1", touched)
+	update := func(limit int64) {
+		t.Helper()
+		h.setLimit(t, "update", limit)
+		g.limit = limit
+		var got uint64
+		for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+			if got = g.stats().Pressure.LimitBytes; got == uint64(limit) {
+				return
+			}
+		}
+		t.Fatalf("the limit is %d, and the sandbox's is %d", limit, got)
+	}
+	if p := g.stats().Pressure; p.LimitBytes != 0 || p.Evictions != 0 {
+		t.Errorf("at first: %+v", p)
+	}
+	update(2 * limit)
+	g.must("again")
+	g.must("verify")
+	g.evicted()
+	update(limit)
+	before := g.stats().Pressure.Evictions
+	g.must("verify")
+	g.must("again")
+	after := g.stats().Pressure.Evictions
+	if after == before {
+		t.Errorf("under the lower limit there was no eviction: %d", after)
+	}
+	update(0)
+	g.must("verify")
+	if p := g.stats().Pressure; p.Level != "none" || p.Evictions > after+1 {
+		t.Errorf("without a limit: %+v, after %d evictions", p, after)
+	}
+	update(2 * limit)
+	g.must("again")
+	g.must("verify")
+	g.pressed(touched)
+}
+
 func TestStats(t *testing.T) {
 	g := newHost(t, agentzip(t)).start(t, "stats", limit)
 	if p := g.stats().Pressure; p.LimitBytes != limit || p.Evictions != 0 || p.UsedBytes == 0 || p.UsedBytes > limit {

@@ -170,10 +170,10 @@ var edits = []Edit{
 
 	{File: "pkg/sentry/kernel/task_syscall.go", Decl: "Task.doSyscall",
 		Anchor: "t.Arch().SyscallSaveOrig()", Where: Before, Text: `
-	t.k.mf.Admit()`},
+	t.k.mf.Admit(t, t.Arch().SyscallNo())`},
 	{File: "pkg/sentry/mm/syscalls.go", Decl: "MemoryManager.HandleUserFault",
 		Anchor: "// Don't bother trying existingPMAsLocked;", Where: Before, Text: `
-	mm.mf.Admit()
+	mm.admit(ctx)
 `},
 
 	// --- Phases: what makes an idle sandbox run, and hints ---

@@ -45,6 +45,11 @@ func unregister(mm *MemoryManager) {
 	delete(registry.m, mm)
 }
 
+// admit is called before a fault of the task ctx is handled, with no lock held.
+func (mm *MemoryManager) admit(ctx context.Context) {
+	mm.mf.Admit(ctx, pgalloc.NoSyscall)
+}
+
 // gatePMA makes the pages of pseg that ar covers ready for the Sentry to access
 // through an internal mapping.
 //

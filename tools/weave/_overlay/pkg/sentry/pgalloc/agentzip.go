@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/context"
 	"gvisor.dev/gvisor/pkg/errors/linuxerr"
 	"gvisor.dev/gvisor/pkg/hostarch"
 	"gvisor.dev/gvisor/pkg/log"
@@ -13,6 +14,9 @@ import (
 	"gvisor.dev/gvisor/pkg/sentry/memmap"
 	"gvisor.dev/gvisor/pkg/sentry/usage"
 )
+
+// NoSyscall is the number of no system call.
+const NoSyscall = ^uintptr(0)
 
 // A PageBackend owns the content of a MemoryFile's pages: it may take a page
 // out of the backing file while nothing can access it, and puts it back before
@@ -74,9 +78,10 @@ type PageBackend interface {
 	// being the page at start, as mincore would had the page not been evicted.
 	OverlayCommitted(start uint64, vec []byte)
 
-	// Admit is called before a fault or a system call of an application is handled,
-	// with no lock held: it may wait for memory.
-	Admit()
+	// Admit is called before a fault (sysno is NoSyscall) or a system call of a task
+	// is handled, with no lock held: it may wait for memory, as long as the task is
+	// not killed.
+	Admit(t context.Context, sysno uintptr)
 
 	// HasTemplate tells whether there is a template: an immutable file with
 	// the pages that the memory file was loaded with. The methods below are
@@ -392,9 +397,9 @@ func (f *MemoryFile) TemplateWindow(need uint64, limit memmap.FileRange) (fr, te
 }
 
 // Admit is PageBackend.Admit.
-func (f *MemoryFile) Admit() {
+func (f *MemoryFile) Admit(t context.Context, sysno uintptr) {
 	if f.backend.b != nil {
-		f.backend.b.Admit()
+		f.backend.b.Admit(t, sysno)
 	}
 }
 
