@@ -8,8 +8,8 @@
 // knows the domain from somebody it can trust, whatever the sandbox says later.
 //
 // A Registration beside the socket says the same of each sandbox that may be
-// attached. A pool reads them when it starts, so sandboxes find their way to one
-// that was started, or started again, after them.
+// attached, until it is deleted. A pool reads them when it starts, so sandboxes find
+// their way to one that was started, or started again, after them.
 //
 // Nothing here is needed for a sandbox to run. What fails is a warning.
 package attach
@@ -101,12 +101,16 @@ func start(conf *config.Config, s *sandbox.Sandbox, image sandbox.AgentzipImage)
 			return err
 		}
 	}
+	if r.Process, err = processOf(s.Pid.Load()); err != nil {
+		return err
+	}
 	// First, so that a pool that starts now attaches it if this fails.
 	if err := r.Write(conf.AgentzipPool); err != nil {
 		// There may be one of an earlier sandbox with this ID.
 		_ = os.Remove(r.path(conf.AgentzipPool))
 		return err
 	}
+	s.AgentzipRegistration = r.path(conf.AgentzipPool)
 	conn, err := connect(conf.AgentzipPool, &r.Greeting)
 	if err != nil && absent(err) && conf.AgentzipPoolStart {
 		conn, err = startPool(conf.AgentzipPool, &r.Greeting)

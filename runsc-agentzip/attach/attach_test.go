@@ -5,18 +5,29 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/pool/wire"
+	"runsc-agentzip/pkg/pressure"
 )
 
 func greeting(name string) wire.Greeting {
 	return wire.Greeting{Version: wire.Version, Name: name, Domain: "tenant", Template: "ab", TemplateDir: "/t"}
+}
+
+// registration returns one of a sandbox that this process is.
+func registration(t *testing.T, root, name string) Registration {
+	p, err := processOf(os.Getpid())
+	require.NoError(t, err)
+	require.NotZero(t, p.Start)
+	return Registration{Root: root, Process: p, Greeting: greeting(name)}
 }
 
 func TestRegistrations(t *testing.T) {
@@ -28,8 +39,8 @@ func TestRegistrations(t *testing.T) {
 	require.NoError(t, err, "there is no folder")
 	require.Empty(t, rs)
 
-	a := Registration{Root: "/run/a", Greeting: greeting("one")}
-	b := Registration{Root: "/run/b", Greeting: greeting("one")}
+	a := registration(t, "/run/a", "one")
+	b := registration(t, "/run/b", "one")
 	require.NoError(t, a.Write(socket))
 	require.NoError(t, b.Write(socket))
 	require.NoError(t, a.Write(socket), "a second time")
@@ -58,7 +69,7 @@ func TestRegistrations(t *testing.T) {
 
 func TestBadRegistrations(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "pool.sock")
-	good := Registration{Root: "/run", Greeting: greeting("good")}
+	good := registration(t, "/run", "good")
 	require.NoError(t, good.Write(socket))
 	file := func(name, content string) string {
 		path := filepath.Join(Folder(socket), name)
@@ -75,7 +86,8 @@ func TestBadRegistrations(t *testing.T) {
 		file("types.json", `{"root":1}`),
 		file("relative.json", `{"root":"x","name":"a","domain":"b"}`),
 		file("other.json", string(renamed)),
-		file("up.json", `{"root":"/run","name":"../up","domain":"b"}`),
+		file("up.json", `{"root":"/run","process":{"pid":1},"name":"../up","domain":"b"}`),
+		file("older.json", `{"root":"/run","name":"a","domain":"b"}`),
 	} {
 		rs, err := Registrations(socket, t.Logf)
 		require.NoError(t, err)
@@ -86,10 +98,100 @@ func TestBadRegistrations(t *testing.T) {
 	_, err = Registrations(socket, t.Logf)
 	require.NoError(t, err)
 	require.FileExists(t, half, "somebody may be writing it")
+	long := time.Now().Add(-2 * writeTime)
+	require.NoError(t, os.Chtimes(half, long, long))
+	_, err = Registrations(socket, t.Logf)
+	require.NoError(t, err)
+	require.NoFileExists(t, half, "nobody is")
+}
+
+// TestStale: what a sandbox leaves that ends without being deleted is recognised.
+func TestStale(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "pool.sock")
+	cmd := exec.Command("sleep", "60")
+	require.NoError(t, cmd.Start())
+	r := registration(t, "/run", "one")
+	var err error
+	r.Process, err = processOf(cmd.Process.Pid)
+	require.NoError(t, err)
+	require.NoError(t, r.Write(socket))
+	stays := func() {
+		t.Helper()
+		rs, err := Registrations(socket, t.Logf)
+		require.NoError(t, err)
+		require.Equal(t, []Registration{r}, rs)
+		Ended(r.path(socket))
+		require.FileExists(t, r.path(socket))
+	}
+	stays()
+
+	// A zombie is no sandbox, nor what comes after it.
+	require.NoError(t, cmd.Process.Kill())
+	require.Eventually(t, r.Process.gone, 10*time.Second, time.Millisecond)
+	Ended(r.path(socket))
+	require.NoFileExists(t, r.path(socket))
+	Ended(r.path(socket))
+	_ = cmd.Wait()
+	require.True(t, r.Process.gone())
+	_, err = processOf(cmd.Process.Pid)
+	require.ErrorIs(t, err, fs.ErrNotExist)
+
+	dead, own := r.Process, registration(t, "/run", "one").Process
+	for name, change := range map[string]func(p *Process){
+		"process": func(p *Process) { *p = dead },
+		"start":   func(p *Process) { p.Start++ },
+		"boot":    func(p *Process) { p.Boot = "another" },
+	} {
+		r.Process = own
+		change(&r.Process)
+		require.NoError(t, r.Write(socket))
+		rs, err := Registrations(socket, t.Logf)
+		require.NoError(t, err)
+		require.Empty(t, rs, name)
+		require.NoFileExists(t, r.path(socket), name)
+	}
+
+	// Elsewhere one cannot know.
+	r.Process = own
+	r.Process.Namespace, r.Process.PID = "pid:[1]", 1<<30
+	require.NoError(t, r.Write(socket))
+	stays()
+}
+
+// TestMemoryArgs: the files reach the Gauge in their order, whatever is said of them.
+func TestMemoryArgs(t *testing.T) {
+	file := func(content string) *os.File {
+		name := filepath.Join(t.TempDir(), "file")
+		require.NoError(t, os.WriteFile(name, []byte(content), 0o600))
+		f, err := os.Open(name)
+		require.NoError(t, err)
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	var a MemoryArgs
+	a.Files = []*os.File{
+		file("max"), file("1"), file(""),
+		file("1073741824"), file("1048576000"), file("active_file 1048576"),
+		file("some avg10=50.00"),
+	}
+	a.Groups, a.Host = 2, true
+	g, err := a.Gauge()
+	require.NoError(t, err)
+	defer g.Close()
+	require.Equal(t, pressure.Reading{Level: pressure.CriticalLevel, Limit: 1 << 30, Used: 999 << 20, Above: 1}, g.Read())
+	require.True(t, g.HostHigh())
+	for _, bad := range []struct {
+		groups int
+		host   bool
+	}{{2, false}, {1, true}, {3, false}, {3, true}, {-1, true}, {1 << 40, true}} {
+		a.Groups, a.Host = bad.groups, bad.host
+		_, err := a.Gauge()
+		require.ErrorContains(t, err, "7 files", "%+v", bad)
+	}
 }
 
 func TestFolderOfOthers(t *testing.T) {
-	r := Registration{Root: "/run", Greeting: greeting("one")}
+	r := registration(t, "/run", "one")
 
 	open := filepath.Join(t.TempDir(), "pool.sock")
 	require.NoError(t, os.Mkdir(Folder(open), 0o700))

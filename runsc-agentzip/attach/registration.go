@@ -1,6 +1,7 @@
 package attach
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,9 +10,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/log"
 
 	"runsc-agentzip/pkg/pool/wire"
 )
@@ -19,13 +23,83 @@ import (
 // registrationMax is more than any registration takes, in bytes.
 const registrationMax = 64 << 10
 
+// newPrefix starts the names of registrations that are being written.
+const newPrefix = ".new-"
+
 // A Registration says that a sandbox may be attached to the pool, and with which
 // greeting. It is a JSON file in Folder that only its owner can read.
 type Registration struct {
 	// Root is runsc's folder with the sandbox's state (--root). The sandbox's
 	// ID is the greeting's name.
 	Root string `json:"root"`
+	// Process is the sandbox's.
+	Process Process `json:"process"`
 	wire.Greeting
+}
+
+// A Process tells a process from all others, earlier and later ones.
+type Process struct {
+	PID int `json:"pid"`
+	// Start is when it started, in clock ticks since the host did.
+	Start uint64 `json:"start"`
+	// Boot is the kernel's boot id, and Namespace the PID namespace that PID is of.
+	Boot      string `json:"boot"`
+	Namespace string `json:"namespace"`
+}
+
+// processOf returns what tells the process pid, which must live, from others.
+func processOf(pid int) (Process, error) {
+	p := Process{PID: pid}
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err == nil {
+		p.Boot = strings.TrimSpace(string(boot))
+		p.Namespace, err = os.Readlink("/proc/self/ns/pid")
+	}
+	if err == nil {
+		p.Start, err = startTime(pid)
+	}
+	return p, err
+}
+
+// startTime returns when a process started, as Process.Start. For one that has ended,
+// a zombie included, the error wraps fs.ErrNotExist.
+func startTime(pid int) (uint64, error) {
+	name := fmt.Sprintf("/proc/%d/stat", pid)
+	b, err := os.ReadFile(name)
+	if errors.Is(err, unix.ESRCH) {
+		return 0, &fs.PathError{Op: "read", Path: name, Err: fs.ErrNotExist}
+	}
+	if err != nil {
+		return 0, err
+	}
+	// The second field is the name, in parentheses, of which it may have some itself.
+	f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+	if len(f) < 20 {
+		return 0, fmt.Errorf("%s: %q", name, b)
+	}
+	if f[0] == "Z" || f[0] == "X" {
+		return 0, &fs.PathError{Op: "read", Path: name, Err: fs.ErrNotExist}
+	}
+	return strconv.ParseUint(f[19], 10, 64)
+}
+
+// gone tells whether the process has ended. It is false where that cannot be told: in
+// another PID namespace.
+func (p *Process) gone() bool {
+	self, err := processOf(os.Getpid())
+	switch {
+	case err != nil:
+		return false
+	case self.Boot != p.Boot:
+		return true
+	case self.Namespace != p.Namespace:
+		return false
+	}
+	start, err := startTime(p.PID)
+	if err != nil {
+		return errors.Is(err, fs.ErrNotExist)
+	}
+	return start != p.Start
 }
 
 // Folder is where the registrations for the pool at the socket are.
@@ -53,7 +127,7 @@ func (r *Registration) Write(socket string) error {
 		return err
 	}
 	// CreateTemp makes files that only the owner can read.
-	f, err := os.CreateTemp(dir, ".new-*")
+	f, err := os.CreateTemp(dir, newPrefix+"*")
 	if err != nil {
 		return fmt.Errorf("registering for the pool: %w", err)
 	}
@@ -81,6 +155,18 @@ func (r *Registration) Remove(socket string) error {
 	return err
 }
 
+// Ended implements sandbox.AgentzipEnded: it removes the registration in the file name,
+// unless it is that of another sandbox with the same ID, which lives.
+func Ended(name string) {
+	r, err := readRegistration(name)
+	if err == nil && !r.Process.gone() || errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		log.Warningf("agentzip: the page pool still knows a sandbox that was deleted: %v", err)
+	}
+}
+
 // checkFolder refuses a folder that others may have filled: registrations decide
 // who shares with whom.
 func checkFolder(dir string) error {
@@ -97,8 +183,11 @@ func checkFolder(dir string) error {
 // errNone is wrapped by errors about files that are no registrations.
 var errNone = errors.New("no registration of a sandbox")
 
-// Registrations returns those for the pool at the socket. It removes files that
-// are none, and tells log.
+// writeTime is more than it takes to write a registration.
+const writeTime = time.Minute
+
+// Registrations returns those for the pool at the socket. It removes those of sandboxes
+// that have ended without being deleted, and files that are none, and tells log.
 func Registrations(socket string, log func(format string, args ...any)) ([]Registration, error) {
 	dir := Folder(socket)
 	entries, err := os.ReadDir(dir)
@@ -113,15 +202,24 @@ func Registrations(socket string, log func(format string, args ...any)) ([]Regis
 	}
 	var out []Registration
 	for _, e := range entries {
+		name := filepath.Join(dir, e.Name())
 		if !strings.HasSuffix(e.Name(), ".json") {
+			// Whoever began to write it may have been killed.
+			if st, err := e.Info(); err == nil && strings.HasPrefix(e.Name(), newPrefix) && time.Since(st.ModTime()) > writeTime {
+				_ = os.Remove(name)
+			}
 			continue
 		}
-		name := filepath.Join(dir, e.Name())
 		r, err := readRegistration(name)
 		if err == nil && r.path(socket) != name {
 			err = fmt.Errorf("%w: it is not named after its content", errNone)
 		}
 		switch {
+		case err == nil && r.Process.gone():
+			log("sandbox %s below %s has ended: removing its registration", r.Name, r.Root)
+			if err := r.Remove(socket); err != nil {
+				log("%v", err)
+			}
 		case err == nil:
 			out = append(out, *r)
 		case errors.Is(err, errNone):
@@ -148,8 +246,8 @@ func readRegistration(name string) (*Registration, error) {
 	if err := json.Unmarshal(b, r); err != nil {
 		return nil, fmt.Errorf("%w: %v", errNone, err)
 	}
-	if !filepath.IsAbs(r.Root) || r.Name == "" || r.Domain == "" {
-		return nil, fmt.Errorf("%w: root, name or domain is missing", errNone)
+	if !filepath.IsAbs(r.Root) || r.Name == "" || r.Domain == "" || r.Process.PID <= 0 {
+		return nil, fmt.Errorf("%w: root, name, domain or process is missing", errNone)
 	}
 	return r, nil
 }

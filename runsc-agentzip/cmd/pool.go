@@ -449,20 +449,13 @@ func (d *daemon) say(key string, err error) {
 	}
 }
 
-// attach attaches a sandbox that is not, and removes its registration if it is
-// gone.
+// attach attaches a sandbox that is not.
 func (d *daemon) attach(r *attach.Registration) error {
 	id := container.FullID{SandboxID: r.Name, ContainerID: r.Name}
-	if _, err := (&container.StateFile{RootDir: r.Root, ID: id}).Stat(); errors.Is(err, fs.ErrNotExist) {
-		return r.Remove(d.socket)
-	}
 	// Never wait for the lock: who starts the sandbox may wait for this pool.
 	c, err := container.Load(r.Root, id, container.LoadOpts{Exact: true, SkipCheck: true, TryLock: container.TryAcquire, RootContainer: true})
 	if err != nil {
 		return fmt.Errorf("sandbox %s below %s is not attached yet: %w", r.Name, r.Root, err)
-	}
-	if !c.IsSandboxRunning() {
-		return r.Remove(d.socket)
 	}
 	if r.Version != wire.Version {
 		return fmt.Errorf("sandbox %s below %s speaks version %d of the pool's protocol, and not %d: it shares nothing until it is started anew", r.Name, r.Root, r.Version, wire.Version)

@@ -61,6 +61,7 @@ func Register() {
 	boot.AgentzipControl = newControl
 	sandbox.AgentzipTemplate = openTemplate
 	sandbox.AgentzipStarted = attach.Started
+	sandbox.AgentzipEnded = attach.Ended
 }
 
 // initSandbox implements boot.AgentzipInit.

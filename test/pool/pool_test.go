@@ -2,12 +2,17 @@ package pool
 
 import (
 	"bytes"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -160,6 +165,85 @@ func TestPoolIdle(t *testing.T) {
 	out, err := exec.Command(binary(t), "agentzip", "pool", "serve", "--socket="+socket).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "another pool serves") {
 		t.Errorf("a second pool: %v, %s", err, out)
+	}
+	p.end()
+}
+
+// TestRegistrations: a sandbox is registered until it is deleted, and one that is killed
+// with its runsc until the next pool starts.
+func TestRegistrations(t *testing.T) {
+	socket := filepath.Join(folder(t), "pool.sock")
+	rt := newRuntime(t, "--agentzip-pool="+socket, "--agentzip-domain=tenant")
+	p := startPool(t, socket)
+	b := bundle(t, nil)
+	var gs []*guest
+	for i := range 3 {
+		gs = append(gs, start(t, rt, fmt.Sprintf("sandbox%d", i), b))
+	}
+	registered := func(gs ...*guest) error {
+		files, _ := filepath.Glob(socket + ".d/*")
+		pids := make(map[string]int)
+		for _, name := range files {
+			b, err := os.ReadFile(name)
+			if err != nil {
+				return err
+			}
+			var r struct {
+				Name    string
+				Process struct{ PID int }
+			}
+			if err := json.Unmarshal(b, &r); err != nil {
+				return err
+			}
+			pids[r.Name] = r.Process.PID
+		}
+		want := make(map[string]int)
+		for _, g := range gs {
+			want[g.sb.ID()] = g.sb.Pid()
+		}
+		if !maps.Equal(pids, want) {
+			return fmt.Errorf("registered: %v, want %v", pids, want)
+		}
+		return nil
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	must(registered(gs...))
+	must(gs[0].sb.Delete(deadline(time.Minute)))
+	must(registered(gs[1:]...))
+	if s, err := p.stats(); err != nil || s.Total.Clients != 2 {
+		t.Errorf("%d clients, %v", s.Total.Clients, err)
+	}
+
+	p.end()
+	pid := gs[1].sb.Pid()
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	must(err)
+	_, after, _ := strings.Cut(string(stat), ") ")
+	parent, err := strconv.Atoi(strings.Fields(after)[1])
+	must(err)
+	for _, pid := range []int{parent, pid} { // runsc would delete it
+		must(syscall.Kill(pid, syscall.SIGKILL))
+	}
+	must(registered(gs[1:]...))
+	p = startPool(t, socket)
+	eventually(t, "the next pool knows who lives", func() error {
+		s, err := p.stats()
+		if err == nil && s.Total.Clients != 1 {
+			err = fmt.Errorf("%d clients", s.Total.Clients)
+		}
+		return errors.Join(err, registered(gs[2]))
+	})
+	must(gs[1].sb.Delete(deadline(time.Minute)))
+	must(registered(gs[2]))
+	must(gs[2].sb.Delete(deadline(time.Minute)))
+	must(registered())
+	if _, err := p.stats(); err != nil {
+		t.Error(err)
 	}
 	p.end()
 }

@@ -271,6 +271,15 @@ var edits = []Edit{
 		mf.Destroy()
 		return nil, err
 	}`},
+	{File: "runsc/sandbox/sandbox.go", Decl: "type Sandbox",
+		Anchor: "ID string `json:\"id\"`", Where: After, Text: `
+	// AgentzipRegistration is the file by which the page pool finds the sandbox, if
+	// there is one.
+	AgentzipRegistration string ` + "`json:\"agentzipRegistration,omitempty\"`" + `
+`},
+	{File: "runsc/container/container.go", Decl: "Container.Destroy",
+		Anchor: "if sb != nil && sb.IsRootContainer(c.ID) {", Where: After, Text: `
+		sb.AgentzipDestroyed()`},
 	{File: "runsc/boot/controller.go", Decl: "controller.registerHandlers",
 		Anchor: "c.srv.Register(&debug{})", Where: After, Text: `
 	if AgentzipControl != nil {

@@ -32,6 +32,17 @@ func (s *Sandbox) agentzipStarted(conf *config.Config, image AgentzipImage) {
 	}
 }
 
+// AgentzipEnded, if not nil, is called in a command that has destroyed a sandbox with a
+// registration.
+var AgentzipEnded func(registration string)
+
+// AgentzipDestroyed is called when the sandbox was destroyed.
+func (s *Sandbox) AgentzipDestroyed() {
+	if AgentzipEnded != nil && s.AgentzipRegistration != "" {
+		AgentzipEnded(s.AgentzipRegistration)
+	}
+}
+
 // Call calls a method on the sandbox's control socket.
 func (s *Sandbox) Call(method string, arg, result any) error {
 	return s.call(method, arg, result)
