@@ -296,7 +296,14 @@ var edits = []Edit{
 	}
 `},
 	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Restore",
-		Anchor: "fmt.Errorf(\"restoring container %q: %v\", cid, err)", Where: Replace, Text: `restoreError(cid, imagePath, err)`},
+		Anchor: "fmt.Errorf(\"restoring container %q: %v\", cid, err)", Where: Replace, Text: `restoreError(spec, cid, imagePath, err)`},
+	{File: "runsc/container/container.go", Decl: "Container.createGoferProcess",
+		Anchor: "if !shouldSpawnGofer(c.Spec, conf, c.GoferMountConfs) {", Where: Before, Text: `
+	if err := c.checkErofsImages(rootfsHint); err != nil {
+		return nil, nil, nil, nil, err
+	}`},
+	{File: "pkg/sentry/fsimpl/erofs/save_restore.go", Decl: "filesystem.afterLoad",
+		Anchor: "fmt.Sprintf(\"superblock mismatch detected on restore, got %+v, expected %+v\", got, want)", Where: Replace, Text: `otherImage(fs.iopts.UniqueID, got, want)`},
 	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Wait",
 		Anchor: "return s.status, nil", Where: Before, Text: `
 	s.explainEnd()`},

@@ -5,9 +5,13 @@ import (
 	"os"
 	"strings"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/pkg/sentry/fsimpl/erofs"
+	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/specutils"
 )
 
 // AgentzipImage says which template a sandbox was restored from. Its zero value
@@ -50,13 +54,31 @@ func (s *Sandbox) Call(method string, arg, result any) error {
 
 // restoreError says which files a restore failed on: the Sentry, which found
 // out, knows only descriptors.
-func restoreError(cid, dir string, err error) error {
+func restoreError(spec *specs.Spec, cid, dir string, err error) error {
 	// Decoding errors carry the stack of the decoder.
 	what, stack, ok := strings.Cut(err.Error(), "\ngoroutine ")
 	if ok {
 		log.Warningf("Restore failed at goroutine %s", stack)
 	}
+	if strings.Contains(what, erofs.OtherImage) {
+		return fmt.Errorf("restoring container %q from %s: %s; restore with the very image, or make the checkpoint anew (images of the bundle: %s)",
+			cid, dir, strings.TrimRight(what, ":"), strings.Join(erofsImages(spec), ", "))
+	}
 	return fmt.Errorf("restoring container %q from %s (checkpoint.img, and pages_meta.img and pages.img if there are any): %s; if it worked before, the image may be truncated or damaged: copy or make it again", cid, dir, what)
+}
+
+// erofsImages lists the files of a container's EROFS images.
+func erofsImages(spec *specs.Spec) []string {
+	var images []string
+	if hint, err := boot.NewRootfsHint(spec); err == nil && hint != nil && hint.Mount.Type == erofs.Name {
+		images = append(images, hint.Mount.Source)
+	}
+	for _, m := range spec.Mounts {
+		if specutils.IsErofsMount(m) {
+			images = append(images, m.Source)
+		}
+	}
+	return images
 }
 
 // explainEnd tells a user whose sandbox was killed what may have done it: a
