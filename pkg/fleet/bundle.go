@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 
@@ -28,6 +29,11 @@ type Spec struct {
 	// works with ReadonlyRootfs. With the default flags guest writes go to
 	// memory and never reach it.
 	Rootfs string
+	// RootImage is the file of an EROFS image (MakeRootImage) that becomes the
+	// guest's root instead of a directory; Rootfs must be empty then. Such a
+	// sandbox has no gofer, unless a bind mount needs one. Guest writes go to
+	// memory. A restore needs the same image at the same path.
+	RootImage string
 	// ReadonlyRootfs makes "/" read-only for the guest.
 	ReadonlyRootfs bool
 
@@ -82,7 +88,12 @@ func WriteBundle(dir string, s Spec) error {
 	if err != nil {
 		return fmt.Errorf("fleet: bundle: %w", err)
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	folder := dir
+	if s.RootImage != "" {
+		// runsc wants a root directory, of which it makes no use.
+		folder = filepath.Join(dir, spec.Root.Path)
+	}
+	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return fmt.Errorf("fleet: bundle: %w", err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), b, 0o644); err != nil {
@@ -93,20 +104,12 @@ func WriteBundle(dir string, s Spec) error {
 
 // oci translates to the runtime specification's own type.
 func (s Spec) oci() (*specs.Spec, error) {
-	if s.Rootfs == "" {
-		return nil, errors.New("no root filesystem given")
-	}
 	if len(s.Args) == 0 {
 		return nil, errors.New("no command given")
 	}
-	rootfs, err := filepath.Abs(s.Rootfs)
+	rootfs, annotations, err := s.root()
 	if err != nil {
 		return nil, err
-	}
-	if fi, err := os.Stat(rootfs); err != nil {
-		return nil, fmt.Errorf("root filesystem: %w", err)
-	} else if !fi.IsDir() {
-		return nil, fmt.Errorf("root filesystem %s is not a directory", rootfs)
 	}
 	if s.MemoryLimit < 0 {
 		return nil, fmt.Errorf("memory limit %d is negative", s.MemoryLimit)
@@ -143,7 +146,7 @@ func (s Spec) oci() (*specs.Spec, error) {
 			Rlimits: []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: nofile, Soft: nofile}},
 		},
 		Hostname:    s.Hostname,
-		Annotations: s.Annotations,
+		Annotations: annotations,
 		Mounts: []specs.Mount{
 			{Destination: "/proc", Type: "proc", Source: "proc"},
 			{Destination: "/dev", Type: "tmpfs", Source: "tmpfs"},
@@ -170,6 +173,44 @@ func (s Spec) oci() (*specs.Spec, error) {
 		spec.Linux.Resources = &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &s.MemoryLimit}}
 	}
 	return spec, nil
+}
+
+// root returns the path of the root directory, and all annotations.
+func (s Spec) root() (string, map[string]string, error) {
+	switch {
+	case s.Rootfs != "" && s.RootImage != "":
+		return "", nil, fmt.Errorf("two root filesystems given, %s and %s", s.Rootfs, s.RootImage)
+	case s.RootImage != "":
+		image, err := filepath.Abs(s.RootImage)
+		if err != nil {
+			return "", nil, err
+		}
+		if err := checkRootImage(image); err != nil {
+			return "", nil, err
+		}
+		annotations := maps.Clone(s.Annotations)
+		if annotations == nil {
+			annotations = make(map[string]string)
+		}
+		annotations[rootTypeAnnotation] = "erofs"
+		annotations[rootSourceAnnotation] = image
+		if !s.ReadonlyRootfs {
+			annotations[rootOverlayAnnotation] = "memory"
+		}
+		return "rootfs", annotations, nil
+	case s.Rootfs == "":
+		return "", nil, errors.New("no root filesystem given")
+	}
+	rootfs, err := filepath.Abs(s.Rootfs)
+	if err != nil {
+		return "", nil, err
+	}
+	if fi, err := os.Stat(rootfs); err != nil {
+		return "", nil, fmt.Errorf("root filesystem: %w", err)
+	} else if !fi.IsDir() {
+		return "", nil, fmt.Errorf("root filesystem %s is not a directory", rootfs)
+	}
+	return rootfs, s.Annotations, nil
 }
 
 func (m Mount) oci() (specs.Mount, error) {
