@@ -26,7 +26,8 @@ of its Sentry, its gofer and its stubs, and their page tables; and how long its 
 
 Sandboxes with the demo's Python tool server take two tool steps, then wait and
 take one small step in turn, under a stock runsc and under the runtime to judge.
-With --fresh they are started, else they are restored from a checkpoint of one.
+With --fresh they are started, else they are restored from a checkpoint of one. With
+--rootfs-type folder,erofs all is measured with either kind of root file system.
 
 flags:
 `
@@ -42,13 +43,16 @@ type idleConfig struct {
 	seed           uint64
 	json, work     string
 	rootfs         rootfsOptions
+	rootfsTypes    []string
 	stepTimeout    time.Duration
 	verbose        bool
 }
 
 // idleSample is one sandbox at the end of one wait. Sizes are in bytes.
 type idleSample struct {
-	System string  `json:"system"`
+	System string `json:"system"`
+	// Rootfs is the kind of its root file system, "" for a folder.
+	Rootfs string  `json:"rootfs,omitempty"`
 	Clones int     `json:"clones"`
 	Clone  int     `json:"clone"`
 	Round  int     `json:"round"`
@@ -56,6 +60,8 @@ type idleSample struct {
 	// Seconds is how long the first command after the wait took, from the request
 	// to the answer.
 	Seconds float64 `json:"first_command_seconds"`
+	// Start is how long it took to restore, or to start, the sandbox.
+	Start float64 `json:"start_seconds"`
 	// Outside is the sum of the parts that are not guest memory.
 	Outside  uint64       `json:"outside_bytes"`
 	Owned    uint64       `json:"owned_bytes,omitempty"`
@@ -94,6 +100,7 @@ func parseIdleFlags(args []string, stderr io.Writer) (idleConfig, error) {
 	fs.StringVar(&c.json, "json", "", "write all samples to this `file`")
 	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images; emptied at the end")
 	fs.StringVar(&c.rootfs.dir, "rootfs", filepath.Join("out", rootfsName(w)), "`directory` of the guest's root file system; made if missing, and kept")
+	types := fs.String("rootfs-type", rootfsFolder, "kinds of root file system to measure with, folder (with a gofer) and erofs (an image, without), separated by commas")
 	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
 	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
 	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
@@ -122,6 +129,9 @@ func parseIdleFlags(args []string, stderr io.Writer) (idleConfig, error) {
 			return bad("--waits must be times such as 10s, not %q", *waits)
 		}
 		c.waits = append(c.waits, d)
+	}
+	if c.rootfsTypes, err = parseRootfsTypes(*types); err != nil {
+		return bad("%v", err)
 	}
 	switch {
 	case fs.NArg() > 0:
@@ -230,30 +240,58 @@ func (r *idleRun) run(ctx context.Context) error {
 	if err := installToolServer(rootfs); err != nil {
 		return err
 	}
-	bundle := filepath.Join(r.dir.path, "bundle")
-	if err := fleet.WriteBundle(bundle, workloadSpec(rootfs, r.cfg.seed)); err != nil {
-		return err
-	}
-	image := ""
-	if !r.cfg.fresh {
-		judged := r.systems[len(r.systems)-1]
-		image = filepath.Join(r.dir.path, "image")
-		if _, err := makeTemplate(ctx, judged.rt, "template", bundle, image, r.cfg.stepTimeout); err != nil {
+	var subjects []idleSubject
+	for i, t := range r.cfg.rootfsTypes {
+		spec, err := withRootfsType(ctx, workloadSpec(rootfs, r.cfg.seed), t, r.say)
+		if err != nil {
 			return err
+		}
+		bundle := filepath.Join(r.dir.path, "bundle-"+t)
+		if err := fleet.WriteBundle(bundle, spec); err != nil {
+			return err
+		}
+		image := ""
+		if !r.cfg.fresh {
+			judged := r.systems[len(r.systems)-1]
+			image = filepath.Join(r.dir.path, "image-"+t)
+			if _, err := makeTemplate(ctx, judged.rt, fmt.Sprintf("template-%d", i), bundle, image, r.cfg.stepTimeout); err != nil {
+				return err
+			}
+		}
+		for _, s := range r.systems {
+			subjects = append(subjects, idleSubject{system: s, rootfs: t, bundle: bundle, image: image})
 		}
 	}
 	for i, n := range r.cfg.clones {
-		order := slices.Clone(r.systems)
+		order := slices.Clone(subjects)
 		if i%2 == 1 {
 			slices.Reverse(order)
 		}
 		for _, s := range order {
-			if err := r.episode(ctx, s, n, bundle, image); err != nil {
-				return fmt.Errorf("%s with %d sandboxes: %w", s.name, n, err)
+			if err := r.episode(ctx, s, n, i); err != nil {
+				return fmt.Errorf("%s with %d sandboxes: %w", s.title(), n, err)
 			}
 		}
 	}
 	return nil
+}
+
+// idleSubject is what an episode measures.
+type idleSubject struct {
+	*system
+	rootfs        string
+	bundle, image string
+}
+
+func (s idleSubject) title() string { return idleTitle(s.name, s.rootfs) }
+
+// idleTitle is what a system is called; a folder is what all have that have no other
+// root file system.
+func idleTitle(system, rootfs string) string {
+	if rootfs == "" || rootfs == rootfsFolder {
+		return system
+	}
+	return system + ", " + rootfs
 }
 
 // firstCommand is what a sandbox is asked after a wait: a small step whose work
@@ -263,8 +301,8 @@ func firstCommand(clone int) string {
 		"pattern": textPatterns[clone%len(textPatterns)], "name": "get", "package": "dateutil", "top": 3}}.line()
 }
 
-// episode measures n sandboxes of a system.
-func (r *idleRun) episode(ctx context.Context, s *system, n int, bundle, image string) error {
+// episode measures n sandboxes of a system. number tells it from others.
+func (r *idleRun) episode(ctx context.Context, s idleSubject, n, number int) error {
 	var sandboxes []*fleet.Sandbox
 	defer func() {
 		for _, sb := range sandboxes {
@@ -274,15 +312,15 @@ func (r *idleRun) episode(ctx context.Context, s *system, n int, bundle, image s
 		}
 	}()
 	for i := range n {
-		id := fmt.Sprintf("%s-%d-%03d", s.name, n, i)
+		id := fmt.Sprintf("%s-%s-%d-%d-%03d", s.name, s.rootfs, number, n, i)
 		var sb *fleet.Sandbox
 		var err error
-		if image == "" {
-			if sb, err = s.rt.Run(ctx, id, bundle); err == nil {
+		if s.image == "" {
+			if sb, err = s.rt.Run(ctx, id, s.bundle); err == nil {
 				sandboxes = append(sandboxes, sb)
 				_, err = sb.ReadLine(ctx)
 			}
-		} else if sb, err = s.rt.Restore(ctx, id, bundle, image); err == nil {
+		} else if sb, err = s.rt.Restore(ctx, id, s.bundle, s.image); err == nil {
 			sandboxes = append(sandboxes, sb)
 		}
 		if err != nil {
@@ -314,7 +352,7 @@ func (r *idleRun) episode(ctx context.Context, s *system, n int, bundle, image s
 					return ctx.Err()
 				case <-time.After(time.Until(last[i].Add(wait))):
 				}
-				m := idleSample{System: s.name, Clones: n, Clone: i, Round: round, Wait: wait.Seconds()}
+				m := idleSample{System: s.name, Rootfs: s.rootfs, Start: sb.StartDuration().Seconds(), Clones: n, Clone: i, Round: round, Wait: wait.Seconds()}
 				began := time.Now()
 				if _, err := ask(ctx, sb, firstCommand(i), r.cfg.stepTimeout); err != nil {
 					return endedWhy(sb, err)
@@ -334,7 +372,7 @@ func (r *idleRun) episode(ctx context.Context, s *system, n int, bundle, image s
 					return ctx.Err()
 				case <-time.After(time.Until(last[i].Add(wait))):
 				}
-				if err := r.measure(ctx, s, sb, &r.report.Samples[len(r.report.Samples)-n+i]); err != nil {
+				if err := r.measure(ctx, s.system, sb, &r.report.Samples[len(r.report.Samples)-n+i]); err != nil {
 					return err
 				}
 			}
@@ -344,7 +382,7 @@ func (r *idleRun) episode(ctx context.Context, s *system, n int, bundle, image s
 				}
 				last[i] = time.Now()
 			}
-			r.say("%-8s %d sandboxes: waits of %v measured", s.name, n, wait)
+			r.say("%-8s %d sandboxes: waits of %v measured", s.title(), n, wait)
 		}
 	}
 	return nil
@@ -380,7 +418,7 @@ func printIdle(w io.Writer, samples []idleSample) error {
 	by := map[key][]idleSample{}
 	var keys []key
 	for _, s := range samples {
-		k := key{s.Clones, s.Wait, s.System}
+		k := key{s.Clones, s.Wait, idleTitle(s.System, s.Rootfs)}
 		if by[k] == nil {
 			keys = append(keys, k)
 		}
@@ -393,12 +431,12 @@ func printIdle(w io.Writer, samples []idleSample) error {
 		return int(1000 * (a.wait - b.wait))
 	})
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "clones\twait\tsystem\tSentry\tgofer\tstubs\tpage tables\tfiles\tmemfds\toutside\tfirst command\tp99\tsamples\t")
+	fmt.Fprintln(t, "clones\twait\tsystem\tSentry\tgofer\tstubs\tpage tables\tfiles\tmemfds\toutside\tstart\tfirst command\tp99\tsamples\t")
 	for _, k := range keys {
-		var seconds []float64
+		var seconds, starts []float64
 		parts := make([][]float64, 7)
 		for _, s := range by[k] {
-			seconds = append(seconds, s.Seconds)
+			seconds, starts = append(seconds, s.Seconds), append(starts, s.Start)
 			if s.Outside == 0 {
 				continue
 			}
@@ -418,7 +456,7 @@ func printIdle(w io.Writer, samples []idleSample) error {
 		for _, p := range parts {
 			fmt.Fprintf(t, "%.2f\t", quantile(p, 0.5))
 		}
-		fmt.Fprintf(t, "%.1f ms\t%.1f ms\t%d\t\n", 1000*quantile(seconds, 0.5), 1000*quantile(seconds, 0.99), len(seconds))
+		fmt.Fprintf(t, "%.0f ms\t%.1f ms\t%.1f ms\t%d\t\n", 1000*quantile(starts, 0.5), 1000*quantile(seconds, 0.5), 1000*quantile(seconds, 0.99), len(seconds))
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -426,7 +464,8 @@ func printIdle(w io.Writer, samples []idleSample) error {
 	_, err := fmt.Fprint(w, `
 Medians, in MiB per sandbox. Sentry, gofer, stubs: their anonymous memory, without
 the store of evicted guest memory. files: binaries and libraries, in proportion to
-how many processes map them. outside: the sum of the parts.
+how many processes map them. outside: the sum of the parts. start: what it took to
+restore it, or to start it.
 `)
 	return err
 }

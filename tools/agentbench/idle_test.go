@@ -16,7 +16,8 @@ func TestIdleFlags(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []int{1, 8, 32}, c.clones)
 	require.Equal(t, []time.Duration{time.Second, 500 * time.Millisecond}, c.waits)
-	for _, bad := range [][]string{{"-clones", "0"}, {"-clones", "1,"}, {"-waits", "10"}, {"-waits", "-1s"}, {"-rounds", "0"}, {"-runtime", "none"}, {"x"}} {
+	require.Equal(t, []string{rootfsFolder}, c.rootfsTypes)
+	for _, bad := range [][]string{{"-clones", "0"}, {"-clones", "1,"}, {"-waits", "10"}, {"-waits", "-1s"}, {"-rounds", "0"}, {"-runtime", "none"}, {"-rootfs-type", "tar"}, {"x"}} {
 		var msg bytes.Buffer
 		_, err := parseIdleFlags(bad, &msg)
 		require.ErrorIs(t, err, errUsage, "%v", bad)
@@ -33,14 +34,14 @@ func TestPrintIdle(t *testing.T) {
 			Sentry: fleet.ProcMemory{PSSAnon: anon, PSSFile: 5 * mb, PageTables: mb / 2},
 			Gofer:  fleet.ProcMemory{PSSAnon: 4 * mb, PageTables: mb / 2},
 		}
-		return idleSample{System: system, Clones: 1, Wait: 10, Seconds: seconds, Outside: m.Overhead() - store, Store: store, Measured: m}
+		return idleSample{System: system, Start: seconds * 10, Clones: 1, Wait: 10, Seconds: seconds, Outside: m.Overhead() - store, Store: store, Measured: m}
 	}
 	var out bytes.Buffer
 	require.NoError(t, printIdle(&out, []idleSample{
-		sample("stock", 20*mb, 0, 0.020), sample("agentzip", 12*mb, 2*mb, 0.025), {System: "agentzip", Clones: 1, Wait: 10, Seconds: 0.1},
+		sample("stock", 20*mb, 0, 0.020), sample("agentzip", 12*mb, 2*mb, 0.025), {System: "agentzip", Clones: 1, Wait: 10, Start: 0.25, Seconds: 0.1},
 	}))
 	require.Contains(t, out.String(), `
-       1   10s     stock   20.00   4.00   0.00         1.00   5.00    0.25    30.25        20.0 ms   20.0 ms        1
-       1   10s  agentzip   10.00   4.00   0.00         1.00   5.00    0.25    20.25        25.0 ms  100.0 ms        2
+       1   10s     stock   20.00   4.00   0.00         1.00   5.00    0.25    30.25  200 ms        20.0 ms   20.0 ms        1
+       1   10s  agentzip   10.00   4.00   0.00         1.00   5.00    0.25    20.25  250 ms        25.0 ms  100.0 ms        2
 `)
 }

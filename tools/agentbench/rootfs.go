@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/pkg/fleet"
 )
 
 // rootfsStamp marks a complete root file system and says how it was made.
@@ -102,6 +105,76 @@ func prepareRootfs(ctx context.Context, o rootfsOptions, say func(string, ...any
 		return "", err
 	}
 	return dir, nil
+}
+
+// How the guest's root file system is given to the runtime.
+const (
+	rootfsFolder = "folder"
+	rootfsErofs  = "erofs"
+)
+
+// parseRootfsTypes translates a list of them.
+func parseRootfsTypes(list string) ([]string, error) {
+	var out []string
+	for s := range strings.SplitSeq(list, ",") {
+		if s = strings.TrimSpace(s); s != rootfsFolder && s != rootfsErofs {
+			return nil, fmt.Errorf("--rootfs-type must be %s or %s, not %q", rootfsFolder, rootfsErofs, s)
+		}
+		if !slices.Contains(out, s) {
+			out = append(out, s)
+		}
+	}
+	return out, nil
+}
+
+// withRootfsType has a container take its root from an image of its root directory,
+// if that is what is asked for. The image is kept beside the directory, and made
+// anew when something in that has changed.
+func withRootfsType(ctx context.Context, s fleet.Spec, rootfsType string, say func(string, ...any)) (fleet.Spec, error) {
+	if rootfsType != rootfsErofs {
+		return s, nil
+	}
+	image := s.Rootfs + ".erofs"
+	current, err := imageIsCurrent(image, s.Rootfs)
+	if err != nil {
+		return s, err
+	}
+	if !current {
+		say("root filesystem: making %s", image)
+		if err := fleet.MakeRootImage(ctx, image, s.Rootfs); err != nil {
+			return s, err
+		}
+	}
+	s.Rootfs, s.RootImage = "", image
+	return s, nil
+}
+
+// imageIsCurrent tells whether an image was made after everything in a directory had
+// changed for the last time.
+func imageIsCurrent(image, dir string) (bool, error) {
+	made, err := os.Stat(image)
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	} else if err != nil {
+		return false, err
+	}
+	current := true
+	err = filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		fi, err := e.Info()
+		if err != nil {
+			return err
+		}
+		// What was removed or renamed has changed its directory.
+		if st := fi.Sys().(*syscall.Stat_t); !time.Unix(st.Ctim.Unix()).Before(made.ModTime()) {
+			current = false
+			return fs.SkipAll
+		}
+		return nil
+	})
+	return current, err
 }
 
 // rootfsStampFor is the content of the stamp of a root file system.

@@ -66,6 +66,7 @@ type runConfig struct {
 	work         string
 	rootfs       rootfsOptions
 	rootfsDir    string
+	rootfsType   string
 	stepTimeout  time.Duration
 	// skip: leave out systems that the machine cannot run.
 	skip    bool
@@ -103,6 +104,7 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 	runtimeFlags := fs.String("runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
 	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images and snapshots; emptied at the end")
 	fs.StringVar(&c.rootfsDir, "rootfs-dir", "out", "`directory` of the guests' root file systems; made if missing, and kept")
+	fs.StringVar(&c.rootfsType, "rootfs-type", rootfsFolder, "give guests their root file system as a folder, through a gofer, or as an erofs image, without: `type` folder or erofs")
 	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
 	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file systems (default: this machine's)")
 	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
@@ -149,6 +151,11 @@ func parseRunFlags(args []string, stderr io.Writer) (runConfig, error) {
 		}
 		if c.systems, err = parseSystems(*systems); err != nil {
 			return err
+		}
+		if types, err := parseRootfsTypes(c.rootfsType); err != nil {
+			return err
+		} else if len(types) != 1 {
+			return errors.New("--rootfs-type must be one of folder and erofs; run twice and compare")
 		}
 		c.clones, err = parseClones(*clones)
 		return err

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	_ "embed"
 	"encoding/json"
 	"fmt"
@@ -26,6 +27,10 @@ const demoRootfs = "swe"
 // unless agentbench itself changed.
 func installToolServer(rootfs string) error {
 	path := filepath.Join(rootfs, toolServerPath)
+	// What is there already stays, and with it an image of the root file system.
+	if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, toolServer) {
+		return nil
+	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}

@@ -103,7 +103,11 @@ func (b *benchmark) prepare(ctx context.Context, w workload.Workload, rootfs str
 	}
 	b.work = p
 	p.bundle = filepath.Join(p.dir, "bundle")
-	if err := fleet.WriteBundle(p.bundle, w.Spec(rootfs, b.cfg.seed)); err != nil {
+	spec, err := withRootfsType(ctx, w.Spec(rootfs, b.cfg.seed), b.cfg.rootfsType, b.progress.say)
+	if err != nil {
+		return err
+	}
+	if err := fleet.WriteBundle(p.bundle, spec); err != nil {
 		return err
 	}
 	made := report.Workload{Name: w.Name, Summary: w.Summary}
