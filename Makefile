@@ -48,12 +48,13 @@ BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-ja
 PHASE_PACKAGES     = python3
 INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc g++ make libc6-dev procps
 DEMO_PACKAGES      = debootstrap
+EROFS_PACKAGES     = erofs-utils python3
 
 .DEFAULT_GOAL := build
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test soak-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test soak-test erofs-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -83,7 +84,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test template-test pool-test phase-test pressure-test observe-test soak-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test template-test pool-test phase-test pressure-test observe-test soak-test erofs-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -114,7 +115,7 @@ containerd-test: build check-root ## Run containers through a real containerd, a
 	$(SANDBOX) -timeout 10m ./test/containerd -runtime=$(RUNTIME) -require
 
 readme-test: build check-root ## Run the commands of README.md
-	@$(INSTALL) $(DOCKER_PACKAGES)
+	@$(INSTALL) $(DOCKER_PACKAGES) $(EROFS_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/readme -runtime=$(RUNTIME) -require
 
 integrity-test: build stock check-root ## Run real programs under continuous eviction
@@ -143,6 +144,10 @@ observe-test: build check-root ## Observe sandboxes of which some do not answer
 soak-test: build check-root ## Have sandboxes work and wait again and again
 	@$(INSTALL) $(UNIT_PACKAGES)
 	$(SANDBOX) -timeout 20m ./test/soak -runtime=$(RUNTIME) -require
+
+erofs-test: build check-root ## Run sandboxes whose root is an EROFS image, without a gofer
+	@$(INSTALL) $(EROFS_PACKAGES)
+	$(SANDBOX) -timeout 10m ./test/erofs -runtime=$(RUNTIME) -require
 
 # A machine without zram, or with swap in use, does without the system linux.
 agentbench-test: build stock check-root ## Run a small benchmark of agents
@@ -204,7 +209,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES) $(EROFS_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi
