@@ -96,6 +96,9 @@ var steps = []step{
 	{text: "runsc-agentzip agentzip pool ...", why: "it stands for the commands of the section that it names, which are run"},
 	{text: "runsc-agentzip --root /run/docker/runtime-runc/moby agentzip stats $(docker ps -q --no-trunc -n 1)", run: (*env).dockerStats},
 
+	{text: "mkfs.erofs -E noinline_data -x-1 IMAGE FOLDER"},
+	{text: `"annotations": ...`, run: (*env).rootImage},
+
 	{text: "runsc-agentzip agentzip template create --image-path DIR ID", run: (*env).templateCreate},
 	{text: "runsc-agentzip agentzip template info DIR"},
 	{text: "runsc-agentzip agentzip template verify DIR"},
@@ -213,7 +216,7 @@ func open(t *testing.T) *env {
 	if os.Geteuid() != 0 {
 		skip("sandboxes need root: run the tests as root")
 	}
-	for _, tool := range append(slices.Clone(stage.Tools), "docker", "dockerd", "containerd") {
+	for _, tool := range append(slices.Clone(stage.Tools), "mkfs.erofs", "docker", "dockerd", "containerd") {
 		if _, err := exec.LookPath(tool); err != nil {
 			skip("%v: make deps installs the packages that have it", err)
 		}
@@ -256,7 +259,8 @@ func open(t *testing.T) *env {
 	rootfs, err := s.Rootfs(ctx, "")
 	require.NoError(t, err)
 	require.NoError(t, stage.WriteImage(s.Path("image.tar"), "debian:12", rootfs, "/bin/sh"))
-	e.words = map[string]string{"BUNDLE": s.Path("bundle"), "ID": "first", "ID2": "second", "CLONE": "clone", "DIR": s.Path("image"), "TENANT": "tenant"}
+	e.words = map[string]string{"BUNDLE": s.Path("bundle"), "ID": "first", "ID2": "second", "CLONE": "clone", "DIR": s.Path("image"), "TENANT": "tenant",
+		"IMAGE": s.Path("root.erofs"), "FOLDER": rootfs}
 	e.writeBundle(rootfs)
 	return e
 }
@@ -455,6 +459,31 @@ func (e *env) dockerStats(text string) {
 	id := e.must("docker run --detach --runtime=agentzip debian:12 sleep 1000")
 	require.Contains(e.t, e.must(text), "guest ")
 	e.must("docker rm --force " + id)
+}
+
+// rootImage runs a container with the annotations, for which there is no gofer.
+func (e *env) rootImage(text string) {
+	var part struct{ Annotations map[string]string }
+	require.NoError(e.t, json.Unmarshal([]byte("{"+text+"}"), &part))
+	for name, value := range part.Annotations {
+		if v, ok := e.words[value]; ok {
+			part.Annotations[name] = v
+		}
+	}
+	bundle, empty := e.Path("erofs-bundle"), e.Path("empty")
+	require.NoError(e.t, os.MkdirAll(empty, 0o755))
+	require.NoError(e.t, fleet.WriteBundle(bundle, fleet.Spec{Rootfs: empty, Annotations: part.Annotations,
+		Args: []string{"sh", "-c", "echo written >/file && cat /file && sleep 1000"}}))
+	d := e.background("erofs", "runsc-agentzip --ignore-cgroups run --bundle "+bundle+" erofs")
+	require.NoError(e.t, d.Await(e.ctx, func() error {
+		if out := d.Log(); !strings.Contains(out, "written\n") {
+			return fmt.Errorf("it prints %q", out)
+		}
+		return nil
+	}))
+	require.Contains(e.t, e.must("runsc-agentzip agentzip stats erofs"), " gofer 0 B,")
+	e.must("runsc-agentzip kill erofs KILL")
+	<-d.Done()
 }
 
 func (e *env) templateCreate(text string) {
