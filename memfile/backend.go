@@ -215,7 +215,8 @@ func (b *Backend) Extend(size uint64) error {
 	if pages > maxPages {
 		return fmt.Errorf("memory file of %d bytes: at most %d are supported", size, uint64(maxPages)<<pageShift)
 	}
-	return b.table.extend(pages)
+	b.table.extend(pages)
+	return nil
 }
 
 // NonResident is the counter that must be zero for Gate to be skipped.
@@ -256,10 +257,8 @@ func pagesOf(start, end uint64) (first, last uint64) {
 // evicted and intact.
 func (b *Backend) Gate(start, end uint64) error {
 	p, last := pagesOf(start, end)
-	for ; p < last; p++ {
-		if atomic.LoadUint64(b.table.at(p))&stateMask != resident {
-			return b.gateSlow(p, last, &b.stats.demand)
-		}
+	if p = b.table.skipResident(p, last); p < last {
+		return b.gateSlow(p, last, &b.stats.demand)
 	}
 	return nil
 }
@@ -268,12 +267,11 @@ func (b *Backend) Gate(start, end uint64) error {
 func (b *Backend) gateSlow(p, last uint64, cause *atomic.Uint64) error {
 	var pt patience
 	for p < last {
-		at := b.table.at(p)
-		switch w := atomic.LoadUint64(at); w & stateMask {
+		switch w := b.table.load(p); w & stateMask {
 		case resident:
 			p++
 		case candidate, raw:
-			if atomic.CompareAndSwapUint64(at, w, w&^stateMask) {
+			if b.table.cas(p, w, w&^stateMask) {
 				b.nonResident.Add(-1)
 				if w&stateMask == candidate {
 					b.stats.aborted.Add(1)
@@ -283,7 +281,7 @@ func (b *Backend) gateSlow(p, last uint64, cause *atomic.Uint64) error {
 				p++
 			}
 		case committing, busy:
-			b.waiters.wait(p, at)
+			b.waiters.wait(&b.table, p)
 		case evicted:
 			n, err := b.restoreRun(p, last, cause)
 			p += n
@@ -328,11 +326,10 @@ func (b *Backend) drop(start, end uint64, keep word) {
 	}
 	p, last := pagesOf(start, end)
 	for p < last {
-		at := b.table.at(p)
-		w := atomic.LoadUint64(at)
+		w := b.table.load(p)
 		switch w & stateMask {
 		case committing, busy:
-			b.waiters.wait(p, at)
+			b.waiters.wait(&b.table, p)
 			continue
 		case resident:
 			if w&^keep == resident {
@@ -345,7 +342,7 @@ func (b *Backend) drop(start, end uint64, keep word) {
 		default:
 			b.badWord(p, w)
 		}
-		if !atomic.CompareAndSwapUint64(at, w, resident|w&keep&^stateMask) {
+		if !b.table.cas(p, w, resident|w&keep&^stateMask) {
 			continue
 		}
 		switch w & stateMask {
@@ -378,8 +375,7 @@ func (b *Backend) Pin(start, end uint64) error {
 	b.havePinned.Store(true)
 	p, last := pagesOf(start, end)
 	for p < last {
-		at := b.table.at(p)
-		w := atomic.LoadUint64(at)
+		w := b.table.load(p)
 		if w&stateMask != resident {
 			if err := b.gateSlow(p, p+1, &b.stats.demand); err != nil {
 				return err
@@ -388,7 +384,7 @@ func (b *Backend) Pin(start, end uint64) error {
 		}
 		if w&pinned != 0 {
 			p++
-		} else if b.replaceKept(at, w, w&^formMask|pinned) {
+		} else if b.replaceKept(p, w, w&^formMask|pinned) {
 			p++
 		}
 	}
@@ -407,12 +403,12 @@ const windowMax = 2048
 func (b *Backend) Window(needStart, needEnd, limStart, limEnd uint64) (uint64, uint64) {
 	start, end := b.Unit(needStart, needEnd, limStart, limEnd)
 	p, lo := start>>pageShift, limStart>>pageShift
-	for n := 0; p > lo && n < windowMax && atomic.LoadUint64(b.table.at(p-1))&stateMask == resident; n++ {
+	for n := 0; p > lo && n < windowMax && b.table.load(p-1)&stateMask == resident; n++ {
 		p--
 	}
 	q, hi := end>>pageShift, limEnd>>pageShift
-	for n := 0; q < hi && n < windowMax && atomic.LoadUint64(b.table.at(q))&stateMask == resident; n++ {
-		q++
+	if q < hi {
+		q = b.table.skipResident(q, min(hi, q+windowMax))
 	}
 	return p << pageShift, q << pageShift
 }
@@ -440,7 +436,7 @@ const maxStreak = 448 << 10
 // (or after it), since memory that is walked through costs a fault per unit.
 func (b *Backend) Refault(need, limStart, limEnd uint64) (start, end uint64, refault bool) {
 	start, end = b.Unit(need, need+PageSize, limStart, limEnd)
-	if atomic.LoadUint64(b.table.at(need>>pageShift))&stateMask == resident {
+	if b.table.load(need>>pageShift)&stateMask == resident {
 		b.history.Used(need >> pageShift)
 	}
 	if !b.AnyEvicted(start, end) {
@@ -467,7 +463,7 @@ func (b *Backend) CopyUp(need, limStart, limEnd uint64) (start, end uint64) {
 // unless these may be taken.
 func (b *Backend) grow(unit, start, end, limStart, limEnd uint64, template bool) (uint64, uint64) {
 	most := maxStreak / unit
-	word := func(off uint64) word { return atomic.LoadUint64(b.table.at(off >> pageShift)) }
+	word := func(off uint64) word { return b.table.load(off >> pageShift) }
 	inMemory := func(off uint64) bool { return word(off)&stateMask == resident }
 	n := uint64(0)
 	for s := start; n < most && s >= limStart+unit && inMemory(s-PageSize) && inMemory(s-unit); s -= unit {
@@ -491,7 +487,7 @@ func (b *Backend) grow(unit, start, end, limStart, limEnd uint64, template bool)
 // AnyEvicted tells whether the file lacks a page of [start, end).
 func (b *Backend) AnyEvicted(start, end uint64) bool {
 	for p, last := pagesOf(start, end); p < last; p++ {
-		switch atomic.LoadUint64(b.table.at(p)) & stateMask {
+		switch b.table.load(p) & stateMask {
 		case committing, evicted, busy:
 			return true
 		}
@@ -520,7 +516,7 @@ func (b *Backend) EvictedBytes() uint64 {
 func (b *Backend) OverlayCommitted(start uint64, vec []byte) {
 	p := start >> pageShift
 	for i := range vec {
-		switch atomic.LoadUint64(b.table.at(p+uint64(i))) & stateMask {
+		switch b.table.load(p+uint64(i)) & stateMask {
 		case evicted, busy, committing:
 			vec[i] |= 1
 		}
@@ -542,7 +538,7 @@ func (b *Backend) BeginSave() (func(), error) {
 	var err error
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
-			if s := atomic.LoadUint64(b.table.at(p)) & stateMask; s == evicted || s == busy {
+			if s := b.table.load(p) & stateMask; s == evicted || s == busy {
 				if err = b.gateSlow(p, min(p+restoreMax, end), &b.stats.saved); err != nil {
 					return false
 				}

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"sync/atomic"
 	"testing"
 
 	"runsc-agentzip/memfile/codec"
@@ -207,7 +206,7 @@ func BenchmarkWindow(b *testing.B) {
 		}
 	})
 	for p := uint64(0); p < tableChunk; p++ {
-		atomic.StoreUint64(be.table.at(p), evicted)
+		be.table.store(p, evicted)
 	}
 	b.Run("evicted", func(b *testing.B) {
 		for b.Loop() {

@@ -324,14 +324,13 @@ func (b *Backend) addRef(h arena.Handle, limit int) bool {
 // claim makes an evicted page busy and returns its word, or false if the page is
 // in another state.
 func (b *Backend) claim(page uint64) (word, bool) {
-	at := b.table.at(page)
-	w := atomic.LoadUint64(at)
-	return w, w&stateMask == evicted && atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy)
+	w := b.table.load(page)
+	return w, w&stateMask == evicted && b.table.cas(page, w, w&^stateMask|busy)
 }
 
 // unclaim makes a busy page an evicted one with the word w.
 func (b *Backend) unclaim(page uint64, w word) {
-	atomic.StoreUint64(b.table.at(page), w)
+	b.table.store(page, w)
 	b.waiters.wake(page, page+1)
 }
 

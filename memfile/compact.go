@@ -89,12 +89,12 @@ func (b *Backend) move(sparse []arena.Handle, stop func() bool) (uint64, error) 
 // visit calls fn for evicted pages with a blob.
 func (m *mover) visit(stop func() bool, fn func(p uint64, w word)) (err error) {
 	b := m.b
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		if err = b.passError(stop); err != nil || m.full {
 			return false
 		}
 		for p := first; p < end; p++ {
-			if w := atomic.LoadUint64(b.table.at(p)); w&stateMask == evicted && handleOf(w) != 0 {
+			if w := b.table.load(p); w&stateMask == evicted && handleOf(w) != 0 {
 				fn(p, w)
 			}
 		}

@@ -31,7 +31,7 @@ func fatal(fn func()) (msg string) {
 // blobOf returns the blob of an evicted page, to write to.
 func (f *fixture) blobOf(tb tester, p uint64) []byte {
 	tb.Helper()
-	blob, err := f.b.store.Bytes(handleOf(atomic.LoadUint64(f.b.table.at(p))))
+	blob, err := f.b.store.Bytes(handleOf(f.b.table.load(p)))
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -43,7 +43,7 @@ func (f *fixture) blobOf(tb tester, p uint64) []byte {
 // still has no content for the page.
 func (f *fixture) gateFatally(tb tester, p uint64, words ...string) {
 	tb.Helper()
-	w := atomic.LoadUint64(f.b.table.at(p))
+	w := f.b.table.load(p)
 	msg := fatal(func() {
 		err := f.b.Gate(p<<pageShift, (p+1)<<pageShift)
 		tb.Errorf("Gate of a corrupt page returned %v", err)
@@ -60,7 +60,7 @@ func (f *fixture) gateFatally(tb tester, p uint64, words ...string) {
 		tb.Errorf("page %#x has been written to", p<<pageShift)
 	}
 	// A living sandbox is needed for the next case.
-	atomic.StoreUint64(f.b.table.at(p), w)
+	f.b.table.store(p, w)
 }
 
 // TestEveryBitOfABlob flips each bit of stored pages of each form. Either the
@@ -81,7 +81,7 @@ func TestEveryBitOfABlob(t *testing.T) {
 		if _, err := f.b.Evict(EvictOptions{Tier: c.tier}); err != nil {
 			t.Fatal(err)
 		}
-		w := atomic.LoadUint64(f.b.table.at(f.first))
+		w := f.b.table.load(f.first)
 		if w&stateMask != evicted || tagOf(w) != c.tag {
 			t.Fatalf("%v: the page has word %#x", c.tag, w)
 		}
@@ -134,10 +134,11 @@ func TestWrongHandle(t *testing.T) {
 	f := newFixture(t, 8, DefaultOptions())
 	f.kinds(kindText)
 	f.evict(t)
-	at := func(i uint64) *word { return f.b.table.at(f.first + i) }
-	good := atomic.LoadUint64(at(0))
-	other := handleOf(atomic.LoadUint64(at(1)))
-	freed := handleOf(atomic.LoadUint64(at(2)))
+	get := func(i uint64) word { return f.b.table.load(f.first + i) }
+	set := func(i uint64, w word) { f.b.table.store(f.first+i, w) }
+	good := get(0)
+	other := handleOf(get(1))
+	freed := handleOf(get(2))
 	f.b.Drop((f.first+2)<<pageShift, (f.first+3)<<pageShift)
 	f.model[f.first+2-f.lo].is = version{}
 
@@ -148,7 +149,7 @@ func TestWrongHandle(t *testing.T) {
 		"none":             0,
 		"beyond the store": handleMask,
 	} {
-		*at(0) = evictedWord(tagOf(good), h)
+		set(0, evictedWord(tagOf(good), h))
 		words := []string{"s2"}
 		if name == "another page's" {
 			words = append(words, fmt.Sprintf("that of the page at %#x", (f.first+1)<<pageShift))
@@ -159,27 +160,27 @@ func TestWrongHandle(t *testing.T) {
 		f.gateFatally(t, f.first, words...)
 	}
 	for _, tag := range []codec.Tag{codec.TagFill, codec.TagZstd, codec.TagInvalid, codec.TagPool, codec.TagTemplate, 200} {
-		*at(0) = evictedWord(tag, handleOf(good))
+		set(0, evictedWord(tag, handleOf(good)))
 		f.gateFatally(t, f.first, tag.String())
 	}
-	*at(0) = good
+	set(0, good)
 	f.verifyBackend(t)
 	f.verifyAll(t)
 
 	// A freed blob's place that another page has taken.
 	f.evict(t)
-	stale := atomic.LoadUint64(at(3))
+	stale := get(3)
 	if err := f.b.Gate((f.first+3)<<pageShift, (f.first+4)<<pageShift); err != nil {
 		t.Fatal(err)
 	}
 	r, _ := f.allocate(8, false)
 	r.pages(func(p uint64) { f.set(p, version{p, 1}) })
 	f.evict(t)
-	w := atomic.LoadUint64(at(3))
+	w := get(3)
 	if stale != w {
-		*at(3) = stale
+		set(3, stale)
 		f.gateFatally(t, f.first+3)
-		*at(3) = w
+		set(3, w)
 	}
 	f.verifyAll(t)
 }
@@ -187,9 +188,8 @@ func TestWrongHandle(t *testing.T) {
 func TestBadWord(t *testing.T) {
 	f := newFixture(t, 2, DefaultOptions())
 	for _, w := range []word{6, 7, 7 | 3<<tagShift} {
-		*f.b.table.at(f.first) = w
+		f.b.table.store(f.first, w)
 		f.b.nonResident.Add(1)
-		f.b.table.use(f.first)
 		for name, fn := range map[string]func(){
 			"Gate": func() { _ = f.b.Gate(f.r.Start, f.r.End) },
 			"Drop": func() { f.b.Drop(f.r.Start, f.r.End) },
@@ -204,7 +204,7 @@ func TestBadWord(t *testing.T) {
 		if err != nil || len(res.Problems) != 1 || !strings.Contains(res.Problems[0], "no state") {
 			t.Errorf("check: %v, %v", res, err)
 		}
-		*f.b.table.at(f.first) = resident
+		f.b.table.store(f.first, resident)
 		f.b.nonResident.Add(-1)
 	}
 }
@@ -243,7 +243,7 @@ func TestCheckFinds(t *testing.T) {
 		"checksum":   {func(f *fixture) { f.blobOf(t, f.first)[0]++ }, "checksum mismatch"},
 		"page":       {func(f *fixture) { binary.LittleEndian.PutUint32(f.blobOf(t, f.first)[8:], 7) }, "header"},
 		"leak":       {func(f *fixture) { _, _, _ = f.b.store.Alloc(100) }, "leaked"},
-		"two pages":  {func(f *fixture) { *f.b.table.at(f.first) = *f.b.table.at(f.first + 1) }, "live twice"},
+		"two pages":  {func(f *fixture) { f.b.table.store(f.first, f.b.table.load(f.first+1)) }, "live twice"},
 		"count":      {func(f *fixture) { f.b.stats.form(codec.TagS2).Add(1) }, "counted"},
 		"gate":       {func(f *fixture) { f.b.nonResident.Add(-1) }, "gated"},
 	} {
@@ -304,18 +304,18 @@ func TestBrokenTemplate(t *testing.T) {
 		f.touch(first+i, false)
 	}
 	// A page that depends on a base is fatal without it, too.
-	w := *f.b.table.at(first + 5)
+	w := f.b.table.load(first + 5)
 	for _, tag := range []codec.Tag{codec.TagWordDelta, codec.TagZstdBase} {
 		h, err := f.b.put(0, first+5, tag, baseRef{}, []byte{1, 2, 3})
 		if err != nil {
 			t.Fatal(err)
 		}
-		*f.b.table.at(first + 5) = evictedWord(tag, h)
+		f.b.table.store(first+5, evictedWord(tag, h))
 		f.gateFatally(t, first+5, "template page was modified", tag.String())
 	}
-	*f.b.table.at(first + 5) = w
+	f.b.table.store(first+5, w)
 	// One that never was the template's cannot be.
-	*f.b.table.at(f.first) = evictedWord(codec.TagTemplate, 0)
+	f.b.table.store(f.first, evictedWord(codec.TagTemplate, 0))
 	f.fakeHost.punch(Range{f.r.Start, f.r.Start + PageSize})
 	f.gateFatally(t, f.first, "the template has no page for it")
 }

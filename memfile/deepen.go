@@ -115,7 +115,7 @@ func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err 
 	if err := b.compact(d.stop); err != nil {
 		return 0, err
 	}
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		d.groups = append(d.groups, first)
 		return true
 	})
@@ -190,7 +190,7 @@ func (d *deepWorker) group(first uint64) {
 		wanted = b.history.Recent(first / groupPages)
 	}
 	for p := first; p < first+groupPages; p++ {
-		w := atomic.LoadUint64(b.table.at(p))
+		w := b.table.load(p)
 		if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool && !d.stalePool || w&deep == 0 && wanted(p) {
 			continue
 		}

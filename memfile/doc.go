@@ -8,7 +8,8 @@
 //
 // # States
 //
-// Each page of the file has one word in the page table:
+// Each page of the file has one word in the page table. Words that are what they
+// were to begin with, resident or the template's, take no memory (table.go):
 //
 //   - Resident: the content is in the file. This is the state of a page that
 //     was never touched, of a free page and of a page in use alike.
@@ -71,11 +72,13 @@
 //
 // An application may map the template's pages, read-only, while they are evicted
 // in that form, if they are private: written to in place only by a memory manager
-// that is their only owner. Each such page carries the flag tmapped. The flag is
-// set before the mapping is made, and only while the page is the template's; it
-// outlives the page becoming resident, and is cleared once the owner has replaced
-// its mapping, when an eviction has unmapped the page everywhere, and when the
-// page is freed. Whoever writes to a resident page looks at the flag first
+// that is their only owner. Each such page is marked in the page table before the
+// mapping is made, while it is the template's. The mark is apart from the word, so
+// that reading memory does not make the table larger; whoever makes the page resident
+// turns it into the word's flag tmapped, which is cleared once the owner has replaced
+// its mapping, when an eviction has unmapped the page everywhere, and when the page
+// is freed. A mark that is left over from a page that was freed costs an unmapping,
+// no more. Whoever writes to a resident page looks at the flag first
 // (GateMapped). The Sentry's side of this, with the lock that orders mapping
 // against restoring, is MemoryManager.templateMu.
 //

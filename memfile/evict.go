@@ -112,6 +112,7 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	for _, r := range marked {
 		res.Skipped += b.unmark(r)
 	}
+	b.table.tidy(stop)
 	res.Aborted = b.stats.aborted.Load() - abortedBefore
 	res.Elapsed = time.Since(start)
 	if n != 0 {
@@ -189,10 +190,8 @@ func (b *Backend) mark() (marked []Range, n uint64, err error) {
 			b.nonResident.Add(int64(last - first))
 			skipped := int64(0)
 			for p := first; p < last; p++ {
-				b.table.use(p)
-				at := b.table.at(p)
-				w := atomic.LoadUint64(at)
-				if w&(stateMask|pinned) != resident || !atomic.CompareAndSwapUint64(at, w, w|candidate) {
+				w := b.table.load(p)
+				if w&(stateMask|pinned) != resident || !b.table.cas(p, w, w|candidate) {
 					skipped++
 					continue
 				}
@@ -216,8 +215,7 @@ func appendRange(rs []Range, start, end uint64) []Range {
 // unmark makes the candidates in r resident and returns how many there were.
 func (b *Backend) unmark(r Range) (n uint64) {
 	for p, last := pagesOf(r.Start, r.End); p < last; p++ {
-		at := b.table.at(p)
-		if w := atomic.LoadUint64(at); w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, w&^stateMask) {
+		if w := b.table.load(p); w&stateMask == candidate && b.table.cas(p, w, w&^stateMask) {
 			n++
 		}
 	}
@@ -342,8 +340,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 	reused := uint64(0)
 	for i := range n {
 		e.word[i] = 0
-		at := b.table.at(first + uint64(i))
-		old := atomic.LoadUint64(at)
+		old := b.table.load(first + uint64(i))
 		if old&stateMask != candidate {
 			continue
 		}
@@ -387,7 +384,7 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		}
 		if tag == codec.TagInvalid {
 			b.stats.rejects[rejectCodec+int(why)].Add(1)
-			rejected += b.rejectPage(at)
+			rejected += b.rejectPage(first + uint64(i))
 			continue
 		}
 		if tag == codec.TagZero {
@@ -443,14 +440,14 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 		// stored is certainly right.
 		intact := perr != nil && b.isIntact(in[i*PageSize:j*PageSize], lo<<pageShift)
 		for k := i; k < j; k++ {
-			at := b.table.at(first + uint64(k))
+			p := first + uint64(k)
 			if intact {
-				atomic.StoreUint64(at, e.old[k])
+				b.table.store(p, e.old[k])
 				give(k)
 				continue
 			}
 			b.stats.form(tagOf(e.word[k])).Add(1)
-			atomic.StoreUint64(at, e.word[k])
+			b.table.store(p, e.word[k])
 			if reused>>k&1 != 0 {
 				b.stats.kept.Add(-1)
 			} else {
@@ -477,16 +474,16 @@ func (b *Backend) evictBatch(e *encoder, r Range, tier codec.Tier) (done, reject
 // Whatever an application had mapped of the page was unmapped by EndAccess, so the
 // page is no longer tmapped.
 func (b *Backend) commit(e *encoder, first uint64, i int) bool {
-	at := b.table.at(first + uint64(i))
-	w := atomic.LoadUint64(at)
+	p := first + uint64(i)
+	w := b.table.load(p)
 	e.old[i] = w &^ tmapped
-	return w&stateMask == candidate && atomic.CompareAndSwapUint64(at, w, committing)
+	return w&stateMask == candidate && b.table.cas(p, w, committing)
 }
 
 // uncommit makes it a candidate again.
 func (b *Backend) uncommit(e *encoder, first uint64, i int) {
 	p := first + uint64(i)
-	atomic.StoreUint64(b.table.at(p), e.old[i])
+	b.table.store(p, e.old[i])
 	b.waiters.wake(p, p+1)
 }
 
@@ -498,10 +495,10 @@ func (b *Backend) isIntact(content []byte, off uint64) bool {
 
 // rejectPage makes a candidate raw. It returns 1 if it did, 0 if the page was
 // touched meanwhile.
-func (b *Backend) rejectPage(at *word) uint64 {
+func (b *Backend) rejectPage(page uint64) uint64 {
 	b.stats.raw.Add(1)
-	w := atomic.LoadUint64(at)
-	if w&stateMask != candidate || !b.replaceKept(at, w, w&^(stateMask|formMask)|raw) {
+	w := b.table.load(page)
+	if w&stateMask != candidate || !b.replaceKept(page, w, w&^(stateMask|formMask)|raw) {
 		b.stats.raw.Add(-1)
 		return 0
 	}
@@ -540,20 +537,19 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	page := (*codec.Page)(r.buf[:PageSize])
 	b.table.visit(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
-			at := b.table.at(p)
-			w := atomic.LoadUint64(at)
+			w := b.table.load(p)
 			if w&stateMask > busy {
 				problem("page %#x has word %#x, which is no state", p<<pageShift, w)
 				continue
 			}
-			if w&stateMask != evicted || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+			if w&stateMask != evicted || !b.table.cas(p, w, w&^stateMask|busy) {
 				continue
 			}
 			res.Stored++
 			if err := b.load(r, page, p, w); err != nil {
 				problem("%v", err)
 			}
-			atomic.StoreUint64(at, w)
+			b.table.store(p, w)
 			b.waiters.wake(p, p+1)
 		}
 		err = b.passError(stop)
@@ -579,7 +575,7 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 				}
 				b.table.visit(func(first, end uint64) bool {
 					for p := first; p < end; p++ {
-						w := atomic.LoadUint64(b.table.at(p))
+						w := b.table.load(p)
 						h := handleOf(w)
 						if s := w & stateMask; s == evicted || s == busy {
 							stored++
@@ -635,9 +631,9 @@ type rootRefs struct{ dependants, owners int }
 // rootRefs returns the roots that pages depend on.
 func (b *Backend) rootRefs() map[arena.Handle]rootRefs {
 	refs := map[arena.Handle]rootRefs{}
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
-			w := atomic.LoadUint64(b.table.at(p))
+			w := b.table.load(p)
 			if handleOf(w) == 0 || !hasBase(tagOf(w)) {
 				continue
 			}
@@ -673,9 +669,9 @@ func (b *Backend) checkRoots(refs map[arena.Handle]rootRefs, problem func(string
 	if n := b.stats.orphans.Load(); n != orphans {
 		problem("%d roots are orphans, counted %d", orphans, n)
 	}
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
-			w := atomic.LoadUint64(b.table.at(p))
+			w := b.table.load(p)
 			if handleOf(w) == 0 {
 				continue
 			}

@@ -889,7 +889,7 @@ func (h *fakeHost) readTemplate(p uint64) {
 	content(have[:], version{p, 1})
 	content(want[:], m.is)
 	if have != want {
-		panic(fmt.Sprintf("page %#x is mapped from the template but has version %x; word %#x", p<<pageShift, m.is, atomic.LoadUint64(h.backend.table.at(p))))
+		panic(fmt.Sprintf("page %#x is mapped from the template but has version %x; word %#x", p<<pageShift, m.is, h.backend.table.load(p)))
 	}
 }
 
@@ -1040,7 +1040,7 @@ func (h *fakeHost) describe(p uint64, got, want []byte) string {
 	}
 	s := fmt.Sprintf("first difference at byte %d, is %x, should be %x", i, got[i:min(i+16, PageSize)], want[i:min(i+16, PageSize)])
 	if h.backend != nil {
-		s += fmt.Sprintf("; word %#x", atomic.LoadUint64(h.backend.table.at(p)))
+		s += fmt.Sprintf("; word %#x", h.backend.table.load(p))
 	}
 	return s
 }
@@ -1074,12 +1074,11 @@ func (h *fakeHost) verifyBackend(tb tester) {
 	var blobs uint64
 	var kept int64
 	for p := uint64(0); p < b.table.pages(); p++ {
-		c := b.table.load()[p/tableChunk]
-		if g := p % tableChunk / groupPages; c.used[g/64].Load()>>(g%64)&1 == 0 {
-			p += groupPages - 1 // all resident, says the table
+		if b.table.entry(p) == nil {
+			p += blockPages - 1 // all resident, says the table
 			continue
 		}
-		w := atomic.LoadUint64(b.table.at(p))
+		w := b.table.load(p)
 		states[w&stateMask]++
 		if w&stateMask == evicted {
 			tags[int(tagOf(w))]++

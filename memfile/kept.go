@@ -59,11 +59,11 @@ func (b *Backend) isKept(content *codec.Page, page uint64, w word) bool {
 	return true
 }
 
-// replaceKept changes a word, whose form was kept, to one without a form.
-func (b *Backend) replaceKept(at *word, old, new word) bool {
+// replaceKept changes the word of a page whose form was kept to one without a form.
+func (b *Backend) replaceKept(page uint64, old, new word) bool {
 	b.frees.open()
 	defer b.frees.close()
-	if !atomic.CompareAndSwapUint64(at, old, new) {
+	if !b.table.cas(page, old, new) {
 		return false
 	}
 	b.forgetKept(old)
@@ -94,11 +94,10 @@ func (b *Backend) dropKept() (n uint64) {
 	if b.stats.kept.Load() == 0 {
 		return 0
 	}
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		for p := first; p < end; p++ {
-			at := b.table.at(p)
-			w := atomic.LoadUint64(at)
-			if s := w & stateMask; (s == resident || s == candidate) && handleOf(w) != 0 && b.replaceKept(at, w, w&^formMask) {
+			w := b.table.load(p)
+			if s := w & stateMask; (s == resident || s == candidate) && handleOf(w) != 0 && b.replaceKept(p, w, w&^formMask) {
 				n++
 			}
 		}

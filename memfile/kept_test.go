@@ -64,7 +64,7 @@ func TestKeptForms(t *testing.T) {
 	f.b.Drop(first, first+8*PageSize)
 	f.r.pages(func(p uint64) {
 		if p<<pageShift < first+8*PageSize {
-			require.Zero(t, handleOf(*f.b.table.at(p)))
+			require.Zero(t, handleOf(f.b.table.load(p)))
 		}
 	})
 	require.EqualValues(t, f.b.stats.kept.Load(), f.dropKept())
@@ -79,7 +79,7 @@ func TestKeptFormIsWrong(t *testing.T) {
 	f.evict(t)
 	f.verifyAll(t)
 	f.r.pages(func(p uint64) {
-		w := *f.b.table.at(p)
+		w := f.b.table.load(p)
 		if tagOf(w) == codec.TagFill {
 			return
 		}

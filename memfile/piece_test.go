@@ -37,12 +37,12 @@ func TestPieces(t *testing.T) {
 		end := lo + uint64(len(c.pages))<<pageShift
 		require.NoError(t, b.Adopt(Range{lo, end}, 8*PageSize))
 		for i, l := range c.pages {
-			at := b.table.at(h.lo + uint64(i))
+			p := h.lo + uint64(i)
 			switch l {
 			case 'r':
-				*at = resident
+				b.table.store(p, resident)
 			case 's':
-				*at = *at&^(0xff<<tagShift) | 1<<tagShift
+				b.table.store(p, b.table.load(p)&^(0xff<<tagShift)|1<<tagShift)
 			}
 		}
 		var got []string
@@ -91,7 +91,7 @@ func TestReadTemplate(t *testing.T) {
 	require.Equal(t, want, buf[:8*PageSize])
 	require.EqualValues(t, 2*PageSize, b.ReadTemplate(buf[:2*PageSize], lo+PageSize), "as far as there is room")
 	require.Equal(t, want[PageSize:3*PageSize], buf[:2*PageSize])
-	*b.table.at(h.lo + 3) = resident
+	b.table.store(h.lo+3, resident)
 	require.EqualValues(t, 3*PageSize, b.ReadTemplate(buf, lo), "as far as it is not in the file")
 	require.Zero(t, b.ReadTemplate(buf, lo+3*PageSize))
 	require.Zero(t, b.ReadTemplate(buf, lo+8*PageSize))

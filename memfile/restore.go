@@ -57,9 +57,8 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 	// Claim.
 	n := uint64(0)
 	for ; n < restoreMax && first+n < last; n++ {
-		at := b.table.at(first + n)
-		w := atomic.LoadUint64(at)
-		if w&stateMask != evicted || !atomic.CompareAndSwapUint64(at, w, w&^stateMask|busy) {
+		w, ok := b.claim(first + n)
+		if !ok {
 			break
 		}
 		r.words[n] = w
@@ -91,7 +90,7 @@ func (b *Backend) restoreRun(first, last uint64, cause *atomic.Uint64) (uint64, 
 					if j < runStart {
 						b.finish(first+j, r.words[j])
 					} else {
-						atomic.StoreUint64(b.table.at(first+j), r.words[j])
+						b.table.store(first+j, r.words[j])
 					}
 				}
 				b.waiters.wake(first, first+n)
@@ -123,11 +122,15 @@ func (b *Backend) finish(page uint64, w word) {
 	if b.inhibit.Load() == 0 && b.keepable(w) {
 		b.stats.kept.Add(1)
 		b.stats.form(tagOf(w)).Add(-1)
-		atomic.StoreUint64(b.table.at(page), resident|w&(tmapped|formMask))
+		b.table.store(page, resident|w&formMask)
 		b.nonResident.Add(-1)
 		return
 	}
-	atomic.StoreUint64(b.table.at(page), resident|w&tmapped)
+	flag := resident
+	if isTemplate(w) && b.table.takeMapped(page) {
+		flag = tmapped
+	}
+	b.table.store(page, resident|flag)
 	b.nonResident.Add(-1)
 	b.forget(w)
 }

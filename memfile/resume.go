@@ -80,7 +80,7 @@ func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error
 	}
 	// Patterns of a sibling may know pages that this file does not have (yet).
 	pages := b.table.pages()
-	isTemplate := func(p uint64) bool { return p < pages && isTemplate(atomic.LoadUint64(b.table.at(p))) }
+	isTemplate := func(p uint64) bool { return p < pages && isTemplate(b.table.load(p)) }
 	runs := b.history.Predict(minFaults, isTemplate)
 	for i, run := range runs {
 		run.End = min(run.End, pages)
@@ -91,7 +91,7 @@ func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error
 			if stop() {
 				return n, nil
 			}
-			if atomic.LoadUint64(b.table.at(p))&stateMask != evicted {
+			if b.table.load(p)&stateMask != evicted {
 				p++
 				continue
 			}
@@ -121,7 +121,7 @@ func (b *Backend) bridge(end, next uint64) uint64 {
 		return end
 	}
 	for p := end; p < next; p++ {
-		if !isTemplate(atomic.LoadUint64(b.table.at(p))) {
+		if !isTemplate(b.table.load(p)) {
 			return end
 		}
 	}

@@ -17,7 +17,7 @@ import (
 // storedOf parses the blob of an evicted page.
 func (f *fixture) storedOf(tb tester, p uint64) (word, stored) {
 	tb.Helper()
-	w := atomic.LoadUint64(f.b.table.at(p))
+	w := f.b.table.load(p)
 	s, err := f.b.parse(handleOf(w))
 	if err != nil {
 		tb.Fatal(err)
@@ -147,7 +147,7 @@ func TestRootIsEvictedAgain(t *testing.T) {
 func TestEveryBitOfARoot(t *testing.T) {
 	f, root, deps := rooted(t, 32, DefaultOptions())
 	p := deps[0]
-	w := atomic.LoadUint64(f.b.table.at(p))
+	w := f.b.table.load(p)
 	r := f.b.acquireRestorer()
 	defer f.b.releaseRestorer(r)
 	var page, want codec.Page
@@ -193,7 +193,7 @@ func TestNoChains(t *testing.T) {
 	})
 	// And is refused if it were.
 	_, s := f.storedOf(t, deps[0])
-	putBase(f.blobOf(t, deps[1]), uint64(handleOf(atomic.LoadUint64(f.b.table.at(deps[0])))))
+	putBase(f.blobOf(t, deps[1]), uint64(handleOf(f.b.table.load(deps[0]))))
 	f.gateFatally(t, deps[1], "it depends on another")
 	putBase(f.blobOf(t, deps[1]), s.base.n)
 	f.verifyAll(t)
@@ -202,7 +202,7 @@ func TestNoChains(t *testing.T) {
 // TestManyDependants has more pages than one root can count.
 func TestManyDependants(t *testing.T) {
 	f, root, _ := rooted(t, 8, DefaultOptions())
-	h := handleOf(atomic.LoadUint64(f.b.table.at(root)))
+	h := handleOf(f.b.table.load(root))
 	_, s := f.storedOf(t, root)
 	before := s.head.refs()
 	n := 0
@@ -219,9 +219,9 @@ func TestManyDependants(t *testing.T) {
 // TestShare: a page that is not, or no longer, what was read is no base.
 func TestShare(t *testing.T) {
 	f, root, deps := rooted(t, 32, DefaultOptions())
-	h := handleOf(atomic.LoadUint64(f.b.table.at(root)))
+	h := handleOf(f.b.table.load(root))
 	require.False(t, f.b.share(root, h+1), "another blob")
-	require.False(t, f.b.share(deps[0], handleOf(atomic.LoadUint64(f.b.table.at(deps[0])))), "not a root")
+	require.False(t, f.b.share(deps[0], handleOf(f.b.table.load(deps[0]))), "not a root")
 	f.gateOne(t, root)
 	require.False(t, f.b.share(root, h), "restored")
 	f.verifyBackend(t)
@@ -309,9 +309,9 @@ func TestCompactInterrupted(t *testing.T) {
 		// Some dependants are busy, as if they were being restored.
 		var busyPages []uint64
 		f.r.pages(func(p uint64) {
-			w := atomic.LoadUint64(f.b.table.at(p))
+			w := f.b.table.load(p)
 			if w&stateMask == evicted && hasBase(tagOf(w)) && rnd.IntN(4) == 0 {
-				atomic.StoreUint64(f.b.table.at(p), w&^stateMask|busy)
+				f.b.table.store(p, w&^stateMask|busy)
 				busyPages = append(busyPages, p)
 			}
 		})
@@ -320,8 +320,8 @@ func TestCompactInterrupted(t *testing.T) {
 		err := f.b.compact(func() bool { calls++; return calls > k })
 		f.b.passMu.Unlock()
 		for _, p := range busyPages {
-			w := atomic.LoadUint64(f.b.table.at(p))
-			atomic.StoreUint64(f.b.table.at(p), w&^stateMask|evicted)
+			w := f.b.table.load(p)
+			f.b.table.store(p, w&^stateMask|evicted)
 		}
 		if err != nil {
 			require.ErrorIs(t, err, ErrStopped)
@@ -369,14 +369,14 @@ func TestCompactFull(t *testing.T) {
 	})
 	// Nothing can be claimed.
 	f.r.pages(func(p uint64) {
-		if w := atomic.LoadUint64(f.b.table.at(p)); w&stateMask == evicted {
-			atomic.StoreUint64(f.b.table.at(p), w&^stateMask|busy)
+		if w := f.b.table.load(p); w&stateMask == evicted {
+			f.b.table.store(p, w&^stateMask|busy)
 		}
 	})
 	require.NoError(t, f.b.compact(func() bool { return false }))
 	f.r.pages(func(p uint64) {
-		if w := atomic.LoadUint64(f.b.table.at(p)); w&stateMask == busy {
-			atomic.StoreUint64(f.b.table.at(p), w&^stateMask|evicted)
+		if w := f.b.table.load(p); w&stateMask == busy {
+			f.b.table.store(p, w&^stateMask|evicted)
 		}
 	})
 	require.ErrorIs(t, f.b.compact(func() bool { return true }), ErrStopped)
@@ -387,9 +387,9 @@ func TestCompactFull(t *testing.T) {
 // FuzzBlob reads arbitrary bytes as the blob of a page.
 func FuzzBlob(f *testing.F) {
 	fx, root, deps := rooted(f, 32, DefaultOptions())
-	rootBlob := handleOf(atomic.LoadUint64(fx.b.table.at(root)))
+	rootBlob := handleOf(fx.b.table.load(root))
 	for _, p := range append(deps, root) {
-		f.Add(fx.blobOf(f, p), uint8(tagOf(atomic.LoadUint64(fx.b.table.at(p)))), true)
+		f.Add(fx.blobOf(f, p), uint8(tagOf(fx.b.table.load(p))), true)
 	}
 	f.Add([]byte{}, uint8(0), false)
 	r := fx.b.acquireRestorer()

@@ -421,7 +421,7 @@ func (b *Backend) replace(page uint64, w, neww word) {
 		return
 	}
 	b.stats.form(tagOf(neww)).Add(1)
-	b.unclaim(page, neww|w&tmapped)
+	b.unclaim(page, neww)
 	b.forget(w)
 }
 
@@ -436,12 +436,12 @@ func (b *Backend) staleBlob(w word) bool {
 // does not have any more is offered, if it is a page of this sandbox, and else left
 // to the next deepening to do without. Until then all stays as it is.
 func (b *Backend) shareStale(s *pooled, r *restorer, stop func() bool) (n uint64, err error) {
-	b.table.visit(func(first, end uint64) bool {
+	b.table.visitWritten(func(first, end uint64) bool {
 		if err = b.passError(stop); err != nil {
 			return false
 		}
 		for p := first; p < end; p++ {
-			w := atomic.LoadUint64(b.table.at(p))
+			w := b.table.load(p)
 			if w&stateMask != evicted || tagOf(w) != codec.TagPool && !hasBase(tagOf(w)) {
 				continue
 			}

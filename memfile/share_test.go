@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -260,7 +259,7 @@ func (p *fakePool) verify(tb tester, b *Backend) {
 	refs := map[PoolLoc]int{}
 	b.table.visit(func(first, end uint64) bool {
 		for q := first; q < end; q++ {
-			w := atomic.LoadUint64(b.table.at(q))
+			w := b.table.load(q)
 			if w&stateMask != evicted || handleOf(w) == 0 {
 				continue
 			}
@@ -401,7 +400,7 @@ func TestEveryBitOfTheRecord(t *testing.T) {
 		rec.b[i/8] ^= 1 << (i % 8)
 		var page codec.Page
 		r := new(restorer)
-		w := atomic.LoadUint64(f.b.table.at(f.first))
+		w := f.b.table.load(f.first)
 		err := f.b.load(r, &page, f.first, w)
 		var want codec.Page
 		content(want[:], f.model[f.first-f.lo].is)
@@ -469,7 +468,7 @@ func TestSimilar(t *testing.T) {
 		require.NoError(t, err)
 		p.verify(t, f.b)
 		f.r.pages(func(q uint64) {
-			w := atomic.LoadUint64(f.b.table.at(q))
+			w := f.b.table.load(q)
 			if _, s := f.storedOf(t, q); s.base.kind != basePool {
 				b := new(codec.Page)
 				require.NoError(t, f.b.load(new(restorer), b, q, w))

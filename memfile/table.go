@@ -1,13 +1,12 @@
 package memfile
 
 import (
-	"fmt"
 	"math/bits"
 	"sync"
 	"sync/atomic"
 	"unsafe"
 
-	"golang.org/x/sys/unix"
+	"runsc-agentzip/memfile/codec"
 )
 
 // PageSize is the unit of eviction, in bytes.
@@ -19,7 +18,8 @@ const pageShift = 12
 //
 //	bits 0-2   state
 //	bit  3     pinned: not to be evicted until dropped
-//	bit  4     tmapped: an application may have the template's copy mapped
+//	bit  4     tmapped: an application may have the template's copy mapped; of a
+//	           page that is the template's, see entry.mapped instead
 //	bit  5     deep: the stored form is as small as it gets
 //	bits 8-15  codec.Tag of the stored form
 //	bits 16-55 arena.Handle of the blob, 0 if the form needs none
@@ -51,82 +51,504 @@ const (
 
 var stateNames = [8]string{"resident", "candidate", "raw", "committing", "evicted", "busy", "invalid", "invalid"}
 
-// tableChunk is how many pages one mapping of the table covers: 1 GiB of file,
-// which is the unit the memory file grows by, in 2 MiB of table.
-const tableChunk = 1 << 18
+// templateWord is the word of a page that only the template has.
+const templateWord = evicted | word(codec.TagTemplate)<<tagShift
 
-// groupPages is how many pages share a host page of the table.
-const groupPages = PageSize / 8
+// frozen stands in a leaf for every word that is elsewhere now, or about to be. It
+// is no word of a page: load and cas never show it to their callers.
+const frozen = ^word(0)
 
-// A chunk is the table of tableChunk pages.
-type chunk struct {
-	// words are off the Go heap, with host memory behind only those groups
-	// that were written.
-	words *[tableChunk]word
+// # Where words are
+//
+// Most pages of a sandbox that was restored are the template's, and most of its
+// file was never used. Such a page's word need not be stored: it follows from
+// whether the page was adopted. So words are in leaves of 32 pages each, which are
+// made when a word of theirs first becomes another, and tidy takes away again when
+// all of them are what they were. (Of 114 groups of 512 pages that held a template
+// of 220 MiB, clones that had taken a few steps had such words in 48 to 74 while
+// they waited, of leaves in 170 to 340 of 1800, of leaves half as large in 220 to
+// 490.)
+//
+// Leaves come from slabs of a host page each. tidy moves them together when a step
+// has left slabs that are mostly empty. Both slabs and the directory are of the Go
+// heap, since readers take no lock: the garbage collector knows when the last one
+// has gone.
+//
+// A leaf is taken away or replaced while others use its words: see freeze.
+const (
+	// leafPages is how many pages share a leaf of 256 bytes.
+	leafPages = 32
+	// slabLeaves is how many leaves share a slab.
+	slabLeaves = PageSize / (leafPages * 8)
+	// groupPages is how many pages are visited together.
+	groupPages = 512
+	// blockPages is how many pages a block of the directory covers, 64 MiB in 8 KiB.
+	blockPages = 1 << 14
+	// tableChunk is how many pages the table grows by: 1 GiB of file, which is the
+	// unit that the memory file grows by.
+	tableChunk = 1 << 18
+)
 
-	// used has a bit for each group in which a page was ever marked.
-	used [tableChunk / groupPages / 64]atomic.Uint64
+type leaf [leafPages]word
+
+// An entry of the directory tells of leafPages pages.
+type entry struct {
+	// leaf has the words, or is nil if each is what it was to begin with.
+	leaf atomic.Pointer[leaf]
+	// template has a bit for each page that was adopted: to begin with its word is
+	// templateWord, that of others resident. It changes only in adopt.
+	template atomic.Uint32
+	// mapped has a bit for each page that is the template's and that an application
+	// may have mapped from there. It is kept apart from the words because reading
+	// memory should not make leaves. A bit may also be left over from an earlier
+	// time that the page was the template's.
+	mapped atomic.Uint32
 }
+
+type block [blockPages / leafPages]entry
+
+type chunk [tableChunk / blockPages]atomic.Pointer[block]
 
 // A table is the page table: one word per page.
 type table struct {
-	// mu serialises extend and close.
-	mu sync.Mutex
-
 	// chunks is replaced as a whole when the table grows.
 	chunks atomic.Pointer[[]*chunk]
+
+	// mu is held while the directory, which leaf has an entry's words, or mapped
+	// bits change. It is a leaf: nothing is locked while it is held, and it is
+	// held for the work on one leaf at a time.
+	mu sync.Mutex
+	// free is what is left of the last slab.
+	free []leaf
+	// slabs, blocks and leaves are how many are in use; slabs is too high rather
+	// than too low.
+	slabs, blocks, leaves uint64
 }
 
-func (t *table) load() []*chunk {
+func (t *table) list() []*chunk {
 	if p := t.chunks.Load(); p != nil {
 		return *p
 	}
 	return nil
 }
 
-func (t *table) extend(pages uint64) error {
+// extend makes room for pages.
+func (t *table) extend(pages uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	chunks := append([]*chunk(nil), t.load()...)
-	need := int((pages + tableChunk - 1) / tableChunk)
-	for len(chunks) < need {
-		m, err := unix.MmapPtr(-1, 0, nil, tableChunk*8, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
-		if err != nil {
-			t.chunks.Store(&chunks)
-			return fmt.Errorf("mapping the page table: %w", err)
-		}
-		chunks = append(chunks, &chunk{words: (*[tableChunk]word)(m)})
+	chunks := append([]*chunk(nil), t.list()...)
+	for need := int((pages + tableChunk - 1) / tableChunk); len(chunks) < need; {
+		chunks = append(chunks, new(chunk))
 	}
 	t.chunks.Store(&chunks)
-	return nil
 }
 
-// at returns the word of page p.
+// entry returns the entry that has page p, or nil if the pages of its block are
+// resident.
 //
 // Preconditions: p is within the file.
-func (t *table) at(p uint64) *word {
-	return &(*t.chunks.Load())[p/tableChunk].words[p%tableChunk]
+func (t *table) entry(p uint64) *entry {
+	b := (*t.chunks.Load())[p/tableChunk][p%tableChunk/blockPages].Load()
+	if b == nil {
+		return nil
+	}
+	return &b[p%blockPages/leafPages]
 }
 
-// use tells that the word of page p is about to be written by an eviction.
-// Pages of groups that were never used are resident.
-func (t *table) use(p uint64) {
-	g := p % tableChunk / groupPages
-	u := &t.load()[p/tableChunk].used[g/64]
-	if bit := uint64(1) << (g % 64); u.Load()&bit == 0 {
-		u.Or(bit)
+// initial is what the word of page p is to begin with.
+func (e *entry) initial(p uint64) word {
+	if e.template.Load()>>(p%leafPages)&1 != 0 {
+		return templateWord
+	}
+	return resident
+}
+
+// load returns the word of page p.
+//
+// Preconditions: p is within the file.
+func (t *table) load(p uint64) word {
+	for {
+		e := t.entry(p)
+		if e == nil {
+			return resident
+		}
+		l := e.leaf.Load()
+		if l == nil {
+			return e.initial(p)
+		}
+		if w := atomic.LoadUint64(&l[p%leafPages]); w != frozen {
+			return w
+		}
+		// Whoever froze it has mu until the entry says what holds now.
+		t.mu.Lock()
+		t.mu.Unlock() //nolint:staticcheck
 	}
 }
 
-// visit calls fn for ranges of pages, in ascending order, that together hold
+// cas changes the word of page p from old to new, and returns false if it is
+// another than old. It may also do so while the word is moved: whoever does not hold
+// Backend.passMu, which keeps words where they are, loads the word again then.
+func (t *table) cas(p uint64, old, new word) bool {
+	e := t.entry(p)
+	if e == nil || e.leaf.Load() == nil {
+		if initial := resident; e != nil {
+			if initial = e.initial(p); initial != old {
+				return false
+			}
+		} else if initial != old {
+			return false
+		}
+	}
+	return atomic.CompareAndSwapUint64(&t.written(p)[p%leafPages], old, new)
+}
+
+// store sets the word of page p.
+//
+// Preconditions: the page is committing or busy, and the caller's.
+func (t *table) store(p uint64, w word) {
+	atomic.StoreUint64(&t.written(p)[p%leafPages], w)
+}
+
+// written returns the leaf that has page p, and makes it if there is none.
+func (t *table) written(p uint64) *leaf {
+	if e := t.entry(p); e != nil {
+		if l := e.leaf.Load(); l != nil {
+			return l
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e := t.makeEntry(p)
+	l := e.leaf.Load()
+	if l == nil {
+		l = t.newLeaf()
+		for i := range l {
+			l[i] = e.initial(uint64(i))
+		}
+		t.leaves++
+		e.leaf.Store(l)
+	}
+	return l
+}
+
+// makeEntry returns the entry that has page p, and makes it if there is none.
+//
+// Preconditions: mu is held.
+func (t *table) makeEntry(p uint64) *entry {
+	b := &t.list()[p/tableChunk][p%tableChunk/blockPages]
+	if b.Load() == nil {
+		b.Store(new(block))
+		t.blocks++
+	}
+	return t.entry(p)
+}
+
+// newLeaf returns a leaf of zeroes.
+//
+// Preconditions: mu is held.
+func (t *table) newLeaf() *leaf {
+	if len(t.free) == 0 {
+		t.free = new([slabLeaves]leaf)[:]
+		t.slabs++
+	}
+	l := &t.free[0]
+	t.free = t.free[1:]
+	return l
+}
+
+// adopt makes the pages [first, last), which are resident and nobody's yet, the
+// template's.
+func (t *table) adopt(first, last uint64) {
+	for p := first; p < last; {
+		end := min(last, p|(leafPages-1)+1)
+		t.mu.Lock()
+		e := t.makeEntry(p)
+		e.template.Or(pageBits(p, end))
+		if l := e.leaf.Load(); l != nil {
+			// Because of other pages.
+			for ; p < end; p++ {
+				atomic.StoreUint64(&l[p%leafPages], templateWord)
+			}
+		}
+		t.mu.Unlock()
+		p = end
+	}
+}
+
+// pageBits has a bit for each of the pages [first, last), which are of one leaf.
+func pageBits(first, last uint64) uint32 {
+	return uint32(1<<(last-first)-1) << (first % leafPages)
+}
+
+// skipResident returns the first page from p on that is not resident, or last.
+func (t *table) skipResident(p, last uint64) uint64 {
+	for p < last {
+		end := min(last, p|(leafPages-1)+1)
+		if e := t.entry(p); e == nil {
+			p = end
+		} else if l := e.leaf.Load(); l != nil {
+			for ; p < end; p++ {
+				if atomic.LoadUint64(&l[p%leafPages])&stateMask != resident {
+					return p
+				}
+			}
+		} else if p += uint64(bits.TrailingZeros32(e.template.Load() >> (p % leafPages))); p < end {
+			return p
+		} else {
+			p = end
+		}
+	}
+	return last
+}
+
+// templates has a bit for each page of the entry that only the template has.
+func (e *entry) templates() uint32 {
+	all := e.template.Load()
+	l := e.leaf.Load()
+	if l == nil {
+		return all
+	}
+	for m := all; m != 0; m &= m - 1 {
+		if !isTemplate(atomic.LoadUint64(&l[bits.TrailingZeros32(m)])) {
+			all &^= m & -m
+		}
+	}
+	return all
+}
+
+// templatesFrom returns the end of the run of pages from p on, up to last, that only
+// the template has.
+func (t *table) templatesFrom(p, last uint64) uint64 {
+	return runFrom(p, last, func(p, _ uint64) uint32 {
+		if e := t.entry(p); e != nil {
+			return e.templates()
+		}
+		return 0
+	})
+}
+
+// templatesTo returns the beginning of the run of such pages, from first on, that
+// ends before page p.
+func (t *table) templatesTo(p, first uint64) uint64 {
+	return runTo(p, first, func(p, _ uint64) uint32 {
+		if e := t.entry(p); e != nil {
+			return e.templates()
+		}
+		return 0
+	})
+}
+
+// markFrom is templatesFrom, and marks the pages as mapped from the template.
+func (t *table) markFrom(p, last uint64) uint64 { return runFrom(p, last, t.markMapped) }
+
+// markTo is templatesTo, and marks the pages as mapped from the template.
+func (t *table) markTo(p, first uint64) uint64 { return runTo(p, first, t.markMapped) }
+
+// runFrom returns the end of the run of pages from p on, up to last, that mask has a
+// bit for. mask is asked for pages [first, end) of one leaf at a time.
+func runFrom(p, last uint64, mask func(first, end uint64) uint32) uint64 {
+	for p < last {
+		end := min(last, p|(leafPages-1)+1)
+		n := uint64(bits.TrailingZeros32(^(mask(p, end) >> (p % leafPages))))
+		if n < end-p {
+			return p + n
+		}
+		p = end
+	}
+	return last
+}
+
+// runTo is runFrom for pages before p, from first on.
+func runTo(p, first uint64, mask func(first, end uint64) uint32) uint64 {
+	for p > first {
+		q := max(first, (p-1)&^(leafPages-1))
+		n := uint64(bits.LeadingZeros32(^(mask(q, p) << (leafPages - 1 - (p-1)%leafPages))))
+		if n < p-q {
+			return p - n
+		}
+		p = q
+	}
+	return first
+}
+
+// markMapped marks those of the pages [first, end), of one leaf, that only the
+// template has, as such that an application may have mapped from there, and returns
+// a bit for each.
+//
+// There is a moment at which they are the template's and marked: marks are only
+// taken away with mu held, and by the owner of a busy page. Whoever makes one of them
+// resident has claimed it after that moment, and so finds the mark when it takes it.
+// The other way round, a page that was claimed before is not the template's when it is
+// looked at the second time, and its mark, if it was not taken, is left over.
+func (t *table) markMapped(first, end uint64) uint32 {
+	e := t.entry(first)
+	if e == nil {
+		return 0
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	m := e.templates() & pageBits(first, end)
+	if e.mapped.Load()&m != m {
+		e.mapped.Or(m)
+		// Marked first, looked at then.
+		m &= e.templates()
+	}
+	return m
+}
+
+// takeMapped tells whether page p is marked as mapped from the template, and takes
+// the mark away.
+//
+// Preconditions: the page is busy, and the caller's.
+func (t *table) takeMapped(p uint64) bool {
+	e, bit := t.entry(p), uint32(1)<<(p%leafPages)
+	if e == nil || e.mapped.Load()&bit == 0 {
+		return false
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e.mapped.And(^bit)
+	return true
+}
+
+// maybeMapped tells whether page p is marked as mapped from the template, or was when
+// it last was the template's.
+func (t *table) maybeMapped(p uint64) bool {
+	e := t.entry(p)
+	return e != nil && e.mapped.Load()>>(p%leafPages)&1 != 0
+}
+
+// freeze ends the use of a leaf's words: afterwards nobody can change them, and who
+// wants one waits for mu. It returns what they were, or false, with all as it was, if
+// one is being changed.
+//
+// Preconditions: mu is held.
+func (l *leaf) freeze() (words leaf, ok bool) {
+	for i := range l {
+		w := atomic.LoadUint64(&l[i])
+		// A page that is committing or busy has an owner, who may store its word.
+		if s := w & stateMask; s == committing || s == busy || !atomic.CompareAndSwapUint64(&l[i], w, frozen) {
+			for j := range i {
+				atomic.StoreUint64(&l[j], words[j])
+			}
+			return leaf{}, false
+		}
+		words[i] = w
+	}
+	return words, true
+}
+
+// isInitial tells whether all words of the entry are what they were to begin with.
+func (e *entry) isInitial(words *leaf) bool {
+	for i := range words {
+		if atomic.LoadUint64(&words[i]) != e.initial(uint64(i)) {
+			return false
+		}
+	}
+	return true
+}
+
+// tidy takes away leaves that are not needed any more, and moves the others together
+// if a quarter of the slabs is not used. It ends soon after stop returns true.
+//
+// Preconditions: Backend.passMu is held.
+func (t *table) tidy(stop func() bool) {
+	t.eachLeaf(stop, func(e *entry, l *leaf) {
+		if !e.isInitial(l) {
+			return
+		}
+		if words, ok := l.freeze(); ok {
+			if e.isInitial(&words) {
+				e.leaf.Store(nil)
+				t.leaves--
+				return
+			}
+			// It was changed after the first look.
+			for i := range l {
+				atomic.StoreUint64(&l[i], words[i])
+			}
+		}
+	})
+	t.mu.Lock()
+	old := t.slabs
+	sparse := old*slabLeaves > t.leaves*5/4+2*slabLeaves
+	if sparse {
+		t.free = nil
+	}
+	t.mu.Unlock()
+	if !sparse {
+		return
+	}
+	left := uint64(0)
+	done := t.eachLeaf(stop, func(e *entry, l *leaf) {
+		words, ok := l.freeze()
+		if !ok {
+			left++
+			return
+		}
+		to := t.newLeaf()
+		*to = words
+		e.leaf.Store(to)
+	})
+	if done {
+		t.mu.Lock()
+		// A leaf that was made meanwhile may have been moved, too.
+		t.slabs -= old - min(left, old)
+		t.mu.Unlock()
+	}
+}
+
+// eachLeaf calls fn, with mu held, for each entry that has a leaf. It returns false
+// if stop ended it.
+func (t *table) eachLeaf(stop func() bool, fn func(e *entry, l *leaf)) bool {
+	for _, c := range t.list() {
+		for i := range c {
+			b := c[i].Load()
+			if b == nil {
+				continue
+			}
+			if stop() {
+				return false
+			}
+			for j := range b {
+				e := &b[j]
+				if e.leaf.Load() == nil {
+					continue
+				}
+				t.mu.Lock()
+				if l := e.leaf.Load(); l != nil {
+					fn(e, l)
+				}
+				t.mu.Unlock()
+			}
+		}
+	}
+	return true
+}
+
+// visit calls fn for groups of pages, in ascending order, that together hold
 // every page that is not resident. It ends when fn returns false.
-func (t *table) visit(fn func(first, end uint64) bool) {
-	for i, c := range t.load() {
-		for j := range c.used {
-			for u := c.used[j].Load(); u != 0; u &= u - 1 {
-				g := uint64(j*64 + bits.TrailingZeros64(u))
-				first := uint64(i)*tableChunk + g*groupPages
-				if !fn(first, first+groupPages) {
+func (t *table) visit(fn func(first, end uint64) bool) { t.visitGroups(false, fn) }
+
+// visitWritten is visit for every page that is neither resident without a kept form
+// nor as it was adopted.
+func (t *table) visitWritten(fn func(first, end uint64) bool) { t.visitGroups(true, fn) }
+
+func (t *table) visitGroups(written bool, fn func(first, end uint64) bool) {
+	for i, c := range t.list() {
+		for j := range c {
+			b := c[j].Load()
+			if b == nil {
+				continue
+			}
+			const entries = groupPages / leafPages
+			for k := 0; k < len(b); k += entries {
+				some := false
+				for e := k; e < k+entries && !some; e++ {
+					some = b[e].leaf.Load() != nil || !written && b[e].template.Load() != 0
+				}
+				first := uint64(i)*tableChunk + uint64(j)*blockPages + uint64(k)*leafPages
+				if some && !fn(first, first+groupPages) {
 					return
 				}
 			}
@@ -136,26 +558,19 @@ func (t *table) visit(fn func(first, end uint64) bool) {
 
 // pages is the number of pages that the table covers.
 func (t *table) pages() uint64 {
-	return uint64(len(t.load())) * tableChunk
+	return uint64(len(t.list())) * tableChunk
 }
 
-// heldBytes is the host memory behind the table.
+// heldBytes is the memory that the table takes.
 func (t *table) heldBytes() uint64 {
-	n := uint64(0)
-	for _, c := range t.load() {
-		n += uint64(unsafe.Sizeof(*c))
-		for j := range c.used {
-			n += uint64(bits.OnesCount64(c.used[j].Load())) * PageSize
-		}
-	}
-	return n
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return uint64(len(t.list()))*uint64(unsafe.Sizeof(chunk{})) + t.blocks*uint64(unsafe.Sizeof(block{})) + t.slabs*PageSize
 }
 
 func (t *table) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for _, c := range t.load() {
-		_ = unix.MunmapPtr(unsafe.Pointer(c.words), tableChunk*8)
-	}
 	t.chunks.Store(nil)
+	t.free, t.slabs, t.blocks, t.leaves = nil, 0, 0, 0
 }

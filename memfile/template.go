@@ -3,7 +3,6 @@ package memfile
 import (
 	"fmt"
 	"sort"
-	"sync/atomic"
 
 	"runsc-agentzip/memfile/codec"
 	"runsc-agentzip/memfile/dedup"
@@ -63,10 +62,7 @@ func (b *Backend) Adopt(r Range, off uint64) error {
 	b.extents.Store(&es)
 	b.nonResident.Add(int64(e.n))
 	b.stats.form(codec.TagTemplate).Add(int64(e.n))
-	for p := e.page; p < e.page+e.n; p++ {
-		b.table.use(p)
-		atomic.StoreUint64(b.table.at(p), evictedWord(codec.TagTemplate, 0))
-	}
+	b.table.adopt(e.page, e.page+e.n)
 	return nil
 }
 
@@ -152,11 +148,11 @@ func isTemplate(w word) bool {
 // is private to the memory managers that map it. If the page is the template's,
 // and enough of its neighbours in [limStart, limEnd) are, it returns the range
 // to map and where it begins in the template, in bytes. It marks the pages as
-// tmapped before it returns.
+// mapped before it returns.
 //
-// The rule that keeps such mappings from becoming stale: a page's tmapped bit
-// is set before the mapping is made, while the page is the template's; and it
-// is cleared only by ClearTemplateMapped, after the memory manager that may
+// The rule that keeps such mappings from becoming stale: a page is marked before the
+// mapping is made, while it is the template's (table.markMapped). Whoever makes it
+// resident turns the mark into the word's tmapped bit, which is cleared only by ClearTemplateMapped, after the memory manager that may
 // write to the page has replaced its mapping (or by an eviction, which unmaps
 // the page everywhere, and when the page is freed). Whoever is about to write
 // to a resident page in place looks at the bit first (GateMapped).
@@ -166,17 +162,12 @@ func (b *Backend) TemplateWindow(need, limStart, limEnd uint64) (start, end, off
 		return 0, 0, 0, false
 	}
 	e, ok := b.extentOf(p)
-	if !ok || !isTemplate(atomic.LoadUint64(b.table.at(p))) {
+	if !ok || !isTemplate(b.table.load(p)) {
 		return 0, 0, 0, false
 	}
 	lo, hi := max(e.page, limStart>>pageShift), min(e.page+e.n, limEnd>>pageShift)
-	first, last := p, p+1
-	for n := 0; first > lo && n < windowMax && isTemplate(atomic.LoadUint64(b.table.at(first-1))); n++ {
-		first--
-	}
-	for n := 0; last < hi && n < windowMax && isTemplate(atomic.LoadUint64(b.table.at(last))); n++ {
-		last++
-	}
+	first := b.table.templatesTo(p, max(lo, p-min(p, windowMax)))
+	last := b.table.templatesFrom(p+1, min(hi, p+1+windowMax))
 	// A mapping smaller than a unit is only worth its cost if there is nothing
 	// more to map.
 	unit := b.mapUnit() >> pageShift
@@ -186,19 +177,10 @@ func (b *Backend) TemplateWindow(need, limStart, limEnd uint64) (start, end, off
 			return 0, 0, 0, false
 		}
 	}
-	for q := p; q < last; q++ {
-		if !b.setTemplateMapped(q) {
-			last = q
-		}
-	}
-	if last == p {
+	if last = b.table.markFrom(p, last); last == p {
 		return 0, 0, 0, false
 	}
-	for q := p; q > first; q-- {
-		if !b.setTemplateMapped(q - 1) {
-			first = q
-		}
-	}
+	first = b.table.markTo(p, first)
 	return first << pageShift, last << pageShift, (e.tpl + first - e.page) << pageShift, true
 }
 
@@ -215,12 +197,10 @@ func (b *Backend) Piece(start, end uint64) (pieceEnd uint64, template bool) {
 		return end, false
 	}
 	p, last := start>>pageShift, end>>pageShift
-	is := func(p uint64) bool { return isTemplate(atomic.LoadUint64(b.table.at(p))) }
 	// run is the end of the pages from p on that are the template's.
 	run := func(p uint64) uint64 {
-		e, ok := b.extentOf(p)
-		for ok && p < last && p < e.page+e.n && is(p) {
-			p++
+		if e, ok := b.extentOf(p); ok && p < last {
+			return b.table.templatesFrom(p, min(last, e.page+e.n))
 		}
 		return p
 	}
@@ -245,10 +225,8 @@ func (b *Backend) MapTemplate(start, end uint64) (off uint64, ok bool) {
 	if !b.mapTemplate || !ok || last > e.page+e.n {
 		return 0, false
 	}
-	for ; p < last; p++ {
-		if !b.setTemplateMapped(p) {
-			return 0, false
-		}
+	if b.table.markFrom(p, last) < last {
+		return 0, false
 	}
 	return (e.tpl + start>>pageShift - e.page) << pageShift, true
 }
@@ -262,39 +240,23 @@ func (b *Backend) ReadTemplate(dst []byte, start uint64) (n uint64) {
 	if !ok {
 		return 0
 	}
-	most := min(uint64(len(dst))>>pageShift, e.page+e.n-p)
-	for n < most && isTemplate(atomic.LoadUint64(b.table.at(p+n))) {
-		n++
-	}
+	n = b.table.templatesFrom(p, min(p+uint64(len(dst))>>pageShift, e.page+e.n)) - p
 	if n == 0 || b.template.ReadPages(dst[:n<<pageShift], e.tpl+p-e.page) != nil {
 		return 0 // whether that is fatal is for the restore to say
 	}
 	return n << pageShift
 }
 
-func (b *Backend) setTemplateMapped(page uint64) bool {
-	at := b.table.at(page)
-	for {
-		w := atomic.LoadUint64(at)
-		if !isTemplate(w) {
-			return false
-		}
-		if w&tmapped != 0 || atomic.CompareAndSwapUint64(at, w, w|tmapped) {
-			return true
-		}
-	}
-}
-
 // GateMapped is Gate, and tells whether one of the pages may be mapped from the
 // template by an application.
 func (b *Backend) GateMapped(start, end uint64) (mapped bool, err error) {
 	for p, last := pagesOf(start, end); p < last; p++ {
-		w := atomic.LoadUint64(b.table.at(p))
+		w := b.table.load(p)
 		if w&stateMask != resident {
 			if err := b.gateSlow(p, last, &b.stats.demand); err != nil {
 				return mapped, err
 			}
-			w = atomic.LoadUint64(b.table.at(p))
+			w = b.table.load(p)
 		}
 		mapped = mapped || w&tmapped != 0
 	}
@@ -304,8 +266,8 @@ func (b *Backend) GateMapped(start, end uint64) (mapped bool, err error) {
 // TemplateBacked tells whether the page at byte off is the template's or may be
 // mapped from it.
 func (b *Backend) TemplateBacked(off uint64) bool {
-	w := atomic.LoadUint64(b.table.at(off >> pageShift))
-	return w&tmapped != 0 || isTemplate(w)
+	w := b.table.load(off >> pageShift)
+	return w&tmapped != 0 || isTemplate(w) || w&stateMask == busy && b.table.maybeMapped(off>>pageShift)
 }
 
 // ClearTemplateMapped tells that the only memory manager that may write to the
@@ -313,10 +275,9 @@ func (b *Backend) TemplateBacked(off uint64) bool {
 // copies any more.
 func (b *Backend) ClearTemplateMapped(start, end uint64) {
 	for p, last := pagesOf(start, end); p < last; p++ {
-		at := b.table.at(p)
 		for {
-			w := atomic.LoadUint64(at)
-			if w&tmapped == 0 || w&stateMask == evicted || w&stateMask == busy || atomic.CompareAndSwapUint64(at, w, w&^tmapped) {
+			w := b.table.load(p)
+			if w&tmapped == 0 || w&stateMask == evicted || w&stateMask == busy || b.table.cas(p, w, w&^tmapped) {
 				break
 			}
 		}

@@ -7,7 +7,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -125,7 +124,7 @@ func (f *fixture) evict(tb tester) EvictResult {
 }
 
 func (f *fixture) state(p uint64) string {
-	return stateNames[atomic.LoadUint64(f.b.table.at(p))&stateMask]
+	return stateNames[f.b.table.load(p)&stateMask]
 }
 
 // wantStates fails unless exactly n pages of the fixture are in the state.
@@ -750,9 +749,7 @@ func TestSections(t *testing.T) {
 // TestWindow checks what Window promises against random page states.
 func TestWindow(t *testing.T) {
 	var tab table
-	if err := tab.extend(2 * tableChunk); err != nil {
-		t.Fatal(err)
-	}
+	tab.extend(2 * tableChunk)
 	defer tab.close()
 	const base, n = tableChunk - 64, 128
 	rapid.Check(t, func(t *rapid.T) {
@@ -761,7 +758,7 @@ func TestWindow(t *testing.T) {
 		unit := b.mapUnit() / PageSize
 		states := rapid.SliceOfN(rapid.SampledFrom([]word{resident, resident, resident, resident | pinned, candidate, raw, evicted, busy, committing}), n, n).Draw(t, "states")
 		for i, w := range states {
-			*tab.at(base + uint64(i)) = w
+			tab.store(base+uint64(i), w)
 		}
 		limFirst := rapid.Uint64Range(0, n-1).Draw(t, "limFirst")
 		limLast := rapid.Uint64Range(limFirst+1, n).Draw(t, "limLast")
@@ -822,80 +819,6 @@ func TestWindowIsBounded(t *testing.T) {
 	}
 }
 
-func TestTable(t *testing.T) {
-	var tab table
-	defer tab.close()
-	if tab.pages() != 0 || tab.heldBytes() != 0 {
-		t.Error("not empty")
-	}
-	tab.visit(func(first, end uint64) bool { t.Errorf("visits %d-%d", first, end); return true })
-	if err := tab.extend(1); err != nil || tab.pages() != tableChunk {
-		t.Fatalf("%d pages, %v", tab.pages(), err)
-	}
-	first := tab.at(5)
-	*first = candidate
-	// Words stay where they are, and what they are, while the table grows.
-	stop := make(chan struct{})
-	reader := inBackground(func() {
-		for {
-			select {
-			case <-stop:
-				return
-			default:
-			}
-			if tab.at(5) != first || atomic.LoadUint64(first) != candidate || atomic.LoadUint64(tab.at(tab.pages()-1)) != resident {
-				t.Error("the table changed while it grew")
-				return
-			}
-		}
-	})
-	for n := uint64(1); n <= 40; n++ {
-		if err := tab.extend(n*tableChunk - 1); err != nil || tab.pages() != n*tableChunk {
-			t.Fatalf("%d pages, %v", tab.pages(), err)
-		}
-	}
-	close(stop)
-	<-reader
-	if err := tab.extend(3); err != nil || tab.pages() != 40*tableChunk {
-		t.Errorf("the table shrank to %d", tab.pages())
-	}
-
-	held := tab.heldBytes()
-	if held > 40*200 {
-		t.Errorf("an empty table holds %d bytes", held)
-	}
-	used := []uint64{0, groupPages - 1, groupPages, tableChunk - 1, tableChunk, 40*tableChunk - 1}
-	for _, p := range used {
-		tab.use(p)
-		tab.use(p)
-	}
-	if got := tab.heldBytes() - held; got != 5*PageSize {
-		t.Errorf("five groups hold %d bytes", got)
-	}
-	var seen []uint64
-	last := uint64(0)
-	tab.visit(func(first, end uint64) bool {
-		if first < last {
-			t.Errorf("visits %d after %d", first, last)
-		}
-		last = end
-		for _, p := range used {
-			if first <= p && p < end {
-				seen = append(seen, p)
-			}
-		}
-		return true
-	})
-	if fmt.Sprint(seen) != fmt.Sprint(used) {
-		t.Errorf("visited %v of %v", seen, used)
-	}
-	calls := 0
-	tab.visit(func(_, _ uint64) bool { calls++; return false })
-	if calls != 1 {
-		t.Errorf("%d visits after the end", calls)
-	}
-}
-
 func TestPagesOf(t *testing.T) {
 	for _, c := range [][4]uint64{
 		{0, 1, 0, 1}, {0, PageSize, 0, 1}, {0, PageSize + 1, 0, 2},
@@ -943,9 +866,13 @@ func TestTemplateMapped(t *testing.T) {
 	}
 	want := func(state word, mapped bool, what string) {
 		t.Helper()
-		w := atomic.LoadUint64(b.table.at(p))
-		if w&stateMask != state || (w&tmapped != 0) != mapped {
-			t.Errorf("%s: the page has word %#x", what, w)
+		w := b.table.load(p)
+		marked := w&tmapped != 0
+		if isTemplate(w) {
+			marked = b.table.maybeMapped(p)
+		}
+		if w&stateMask != state || marked != mapped {
+			t.Errorf("%s: the page has word %#x, marked: %v", what, w, marked)
 		}
 	}
 	want(evicted, false, "adopted")
@@ -990,7 +917,7 @@ func TestTemplateMapped(t *testing.T) {
 	want(resident, true, "pinned")
 	b.ClearTemplateMapped(one.Start, one.End)
 	want(resident, false, "cleared")
-	if w := atomic.LoadUint64(b.table.at(p)); w&pinned == 0 {
+	if w := b.table.load(p); w&pinned == 0 {
 		t.Error("no longer pinned")
 	}
 	b.Drop(one.Start, one.End)

@@ -23,14 +23,13 @@ func (w *waiters) init() {
 	}
 }
 
-// wait returns when the page's word, read through at, is in a state that does
-// not need waiting for.
-func (w *waiters) wait(page uint64, at *word) {
+// wait returns when the page's word is in a state that does not need waiting for.
+func (w *waiters) wait(t *table, page uint64) {
 	s := &w.shards[page%uint64(len(w.shards))]
 	s.mu.Lock()
 	w.waiting.Add(1)
 	for {
-		if st := atomic.LoadUint64(at) & stateMask; st != committing && st != busy {
+		if st := t.load(page) & stateMask; st != committing && st != busy {
 			break
 		}
 		s.cond.Wait()
