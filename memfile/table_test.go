@@ -3,6 +3,7 @@ package memfile
 import (
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -111,7 +112,9 @@ func TestTableMemory(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 1))
 	kept := map[uint64]word{}
 	for p := uint64(100); p < 100+n; p++ {
-		require.True(t, tab.cas(p, templateWord, busy))
+		if !tab.cas(p, templateWord, busy) {
+			t.Fatalf("page %d has word %#x", p, tab.load(p))
+		}
 		tab.store(p, resident)
 	}
 	full := tab.heldBytes()
@@ -122,7 +125,9 @@ func TestTableMemory(t *testing.T) {
 			w = evictedWord(codec.TagZstd, 77)
 			kept[p] = w
 		}
-		require.True(t, tab.cas(p, resident, committing))
+		if !tab.cas(p, resident, committing) {
+			t.Fatalf("page %d has word %#x", p, tab.load(p))
+		}
 		tab.store(p, w)
 	}
 	leaves := map[uint64]bool{}
@@ -140,7 +145,9 @@ func TestTableMemory(t *testing.T) {
 		if !ok {
 			want = templateWord
 		}
-		require.Equal(t, want, tab.load(p))
+		if tab.load(p) != want {
+			t.Fatalf("page %d has word %#x, should have %#x", p, tab.load(p), want)
+		}
 	}
 	// What is being changed stays where it is.
 	for p := range kept {
@@ -390,6 +397,9 @@ func TestTableMarkRaces(t *testing.T) {
 					return
 				default:
 					fn(rnd.Uint64N(n))
+				}
+				if rnd.IntN(4) == 0 {
+					runtime.Gosched() // with few processors they would hardly meet
 				}
 			}
 		}()
