@@ -112,6 +112,7 @@ func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err 
 		}
 	}()
 	// First what the last step has left.
+	b.table.tidy(d.stop)
 	if err := b.compact(d.stop); err != nil {
 		return 0, err
 	}

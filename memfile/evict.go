@@ -112,7 +112,8 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	for _, r := range marked {
 		res.Skipped += b.unmark(r)
 	}
-	b.table.tidy(stop)
+	// Also if the eviction was stopped: there may be no other in this wait.
+	b.table.tidy(b.closed.Load)
 	res.Aborted = b.stats.aborted.Load() - abortedBefore
 	res.Elapsed = time.Since(start)
 	if n != 0 {
