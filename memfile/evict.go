@@ -528,6 +528,9 @@ func (b *Backend) Check(stop func() bool) (CheckResult, error) {
 	if b.closed.Load() {
 		return res, ErrClosed
 	}
+	// Every page is busy for a moment, which makes leaves; and a check may be all
+	// that happens in a long wait.
+	defer b.table.tidy(b.closed.Load)
 	problem := func(format string, args ...any) {
 		if len(res.Problems) < checkMax {
 			res.Problems = append(res.Problems, fmt.Sprintf(format, args...))

@@ -127,8 +127,12 @@ func (b *Backend) finish(page uint64, w word) {
 		return
 	}
 	flag := resident
-	if isTemplate(w) && b.table.takeMapped(page) {
+	if isTemplate(w) && b.table.maybeMapped(page) {
+		// The word has the flag before the mark goes: TemplateBacked is to find one
+		// of them at any time.
 		flag = tmapped
+		b.table.store(page, w&^stateMask|busy|flag)
+		b.table.takeMapped(page)
 	}
 	b.table.store(page, resident|flag)
 	b.nonResident.Add(-1)

@@ -19,7 +19,7 @@ const pageShift = 12
 //	bits 0-2   state
 //	bit  3     pinned: not to be evicted until dropped
 //	bit  4     tmapped: an application may have the template's copy mapped; of a
-//	           page that is the template's, see entry.mapped instead
+//	           page that is the template's, or not yet restored, see entry.mapped
 //	bit  5     deep: the stored form is as small as it gets
 //	bits 8-15  codec.Tag of the stored form
 //	bits 16-55 arena.Handle of the blob, 0 if the form needs none

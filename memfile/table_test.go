@@ -419,19 +419,16 @@ func TestTableMarkRaces(t *testing.T) {
 		// Gate, restore.
 		w := tab.load(p)
 		if isTemplate(w) {
-			if !tab.cas(p, w, w&^stateMask|busy) {
+			w, ok := b.claim(p)
+			if !ok {
 				return
 			}
-			flag := resident
-			if tab.takeMapped(p) {
-				flag = tmapped
-				flagged.Add(1)
-			}
-			tab.store(p, resident|flag)
+			b.finish(p, w)
 		}
 		w = tab.load(p)
 		pg := &pages[p]
 		if w&tmapped != 0 {
+			flagged.Add(1)
 			pg.templateMu.Lock()
 			pg.mapped = false
 			b.ClearTemplateMapped(p<<pageShift, (p+1)<<pageShift)
@@ -460,4 +457,124 @@ func TestTableMarkRaces(t *testing.T) {
 	close(stop)
 	wg.Wait()
 	t.Logf("mapped %d times, written to %d times, %d of them marked", mapped.Load(), written.Load(), flagged.Load())
+}
+
+// TestTableAfterWait: whatever a step or a check has touched of the template, what is
+// equal to it again takes no leaves once the pass is over.
+func TestTableAfterWait(t *testing.T) {
+	opts := DefaultOptions()
+	h := newFakeHost(t, 4096, &opts)
+	pmas := h.adopt(t, rand.New(rand.NewPCG(1, 1)), 2000)
+	b := h.backend
+	tab := &b.table
+	evict := func(stop func() bool) {
+		t.Helper()
+		_, err := b.Evict(EvictOptions{Stop: stop})
+		if stop == nil {
+			require.NoError(t, err)
+		} else {
+			require.ErrorIs(t, err, ErrStopped)
+		}
+	}
+	touch := func() {
+		t.Helper()
+		before := tab.leaves
+		for _, p := range pmas {
+			if p.adopted {
+				require.NoError(t, b.Gate(p.Start, p.End))
+			}
+		}
+		require.Greater(t, tab.leaves, before)
+	}
+	// Pages beside the template's have words of their own as soon as they were
+	// evicted, and so the leaves on which they are.
+	evict(nil)
+	lean := tab.heldBytes()
+	wantTidy := func(what string) {
+		t.Helper()
+		for p := uint64(0); p < tab.pages(); p += leafPages {
+			e := tab.entry(p)
+			if e == nil {
+				p += blockPages - leafPages
+			} else if l := e.leaf.Load(); l != nil && e.isInitial(l) {
+				t.Fatalf("%s: the leaf of page %#x is left", what, p<<pageShift)
+			}
+		}
+	}
+	want := func(what string) {
+		t.Helper()
+		wantTidy(what)
+		require.LessOrEqual(t, tab.heldBytes(), lean+2*PageSize, what)
+	}
+	want("evicted")
+	for range 3 {
+		touch()
+		evict(nil)
+		want("touched")
+	}
+
+	res, err := b.Check(nil)
+	require.NoError(t, err)
+	require.Empty(t, res.Problems)
+	require.GreaterOrEqual(t, res.Stored, uint64(2000))
+	want("checked")
+
+	// There may be no eviction after one that was stopped.
+	touch()
+	enough := b.stats.evictedTotal.Load() + 1000
+	evict(func() bool { return b.stats.evictedTotal.Load() >= enough })
+	wantTidy("stopped")
+	h.verifyAll(t)
+	h.verifyBackend(t)
+}
+
+// TestTemplateBackedWhileRestored: a page that is marked as mapped from the template is
+// reported so at every moment of its restore.
+func TestTemplateBackedWhileRestored(t *testing.T) {
+	b := &Backend{}
+	b.table.extend(1)
+	tab := &b.table
+	defer tab.close()
+	tab.adopt(0, 1)
+	var turn, asked atomic.Uint64 // odd: to be restored, even: done
+	done := make(chan struct{})
+	finished := inBackground(func() {
+		for {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			n := turn.Load()
+			if n%2 == 0 {
+				runtime.Gosched()
+				continue
+			}
+			w, _ := b.claim(0)
+			b.finish(0, w)
+			turn.Store(n + 1)
+		}
+	})
+	for end := time.Now().Add(stressDuration()); time.Now().Before(end) && !t.Failed(); {
+		if tab.markFrom(0, 1) != 1 {
+			t.Fatalf("the page has word %#x", tab.load(0))
+		}
+		n := turn.Add(1)
+		for turn.Load() == n {
+			if !b.TemplateBacked(0) {
+				t.Errorf("not the template's; then the word is %#x", tab.load(0))
+			}
+			asked.Add(1)
+		}
+		for turn.Load() == n {
+			runtime.Gosched()
+		}
+		if !tab.cas(0, resident|tmapped, busy) {
+			t.Fatalf("the page has word %#x", tab.load(0))
+		}
+		tab.store(0, templateWord)
+	}
+	close(done)
+	<-finished
+	t.Logf("restored %d times, asked %d times", turn.Load()/2, asked.Load())
 }

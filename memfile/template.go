@@ -152,10 +152,11 @@ func isTemplate(w word) bool {
 //
 // The rule that keeps such mappings from becoming stale: a page is marked before the
 // mapping is made, while it is the template's (table.markMapped). Whoever makes it
-// resident turns the mark into the word's tmapped bit, which is cleared only by ClearTemplateMapped, after the memory manager that may
-// write to the page has replaced its mapping (or by an eviction, which unmaps
-// the page everywhere, and when the page is freed). Whoever is about to write
-// to a resident page in place looks at the bit first (GateMapped).
+// resident turns the mark into the word's tmapped bit, which is cleared only by
+// ClearTemplateMapped, after the memory manager that may write to the page has
+// replaced its mapping (or by an eviction, which unmaps the page everywhere, and when
+// the page is freed). Whoever is about to write to a resident page in place looks at
+// the bit first (GateMapped).
 func (b *Backend) TemplateWindow(need, limStart, limEnd uint64) (start, end, off uint64, ok bool) {
 	p := need >> pageShift
 	if !b.mapTemplate {
@@ -266,8 +267,11 @@ func (b *Backend) GateMapped(start, end uint64) (mapped bool, err error) {
 // TemplateBacked tells whether the page at byte off is the template's or may be
 // mapped from it.
 func (b *Backend) TemplateBacked(off uint64) bool {
+	// A restore sets the word's flag before it takes the mark away: if that has gone,
+	// the word that is loaded after it has the flag.
+	marked := b.table.maybeMapped(off >> pageShift)
 	w := b.table.load(off >> pageShift)
-	return w&tmapped != 0 || isTemplate(w) || w&stateMask == busy && b.table.maybeMapped(off>>pageShift)
+	return w&tmapped != 0 || isTemplate(w) || w&stateMask == busy && marked
 }
 
 // ClearTemplateMapped tells that the only memory manager that may write to the
