@@ -10,6 +10,7 @@ import (
 	"runsc-agentzip/memfile/arena"
 	"runsc-agentzip/memfile/codec"
 	"runsc-agentzip/memfile/dedup"
+	"runsc-agentzip/pkg/pool/wire"
 )
 
 // Deepening stores pages again in the smallest form there is, with the codec's
@@ -250,10 +251,12 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 		return w
 	}
 	old := len(s.enc) + s.base.size()
+	var hash *wire.Hash
 	if !away {
 		// It may have been stored while there was no pool, or what the pool said
 		// of it may have been lost.
-		if neww := b.shareDeepened(e, page, p, old); neww != 0 {
+		var neww word
+		if hash, neww = b.shareDeepened(e, page, p, old); neww != 0 {
 			return neww
 		}
 	}
@@ -297,7 +300,11 @@ func (d *deepWorker) page(p uint64, w word, s *stored, away bool) word {
 		if err == nil {
 			b.stats.form(tag).Add(1)
 			neww = evictedWord(tag, h)
+			old = len(best) + base.size()
 		}
+	}
+	if hash != nil && old > offerMin {
+		e.pooled.offer(hash, page, p, old, tagOf(neww))
 	}
 	if neww == w && base.kind == baseRoot {
 		b.unref(arena.Handle(base.n), false)

@@ -87,11 +87,14 @@
 // With a pool (Pool, share.go), evictions and deepening ask it for pages that have
 // no short form, by a hash of the content. If the pool has the same page, compared
 // byte by byte, what is stored is a reference to it; otherwise the page is stored
-// as usual and offered to the pool, by the deepening with its sketch. Share does
+// as usual and, once deepening has found its smallest form and that is long, offered
+// to the pool, with its sketch if it is longer. (An eviction offers those that it has
+// asked for: a busy host may not get to deepening.) Share does
 // later, while the wait lasts, what the pool asks for: it publishes pages that
 // other sandboxes have, too, or nearly, replaces stored pages by references to
 // those that were published, or by what differs from one that is similar, and
-// follows pages of the pool that move. It works on evicted pages, one at a time and busy, like
+// follows pages of the pool that move. Pages that nobody else has taken are stored
+// here again by the next deepening. It works on evicted pages, one at a time and busy, like
 // Deepen. Nothing ever waits for the pool; and a reference keeps the page
 // readable whatever becomes of the pool.
 //

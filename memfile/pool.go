@@ -35,16 +35,21 @@ type Pool interface {
 	Ref(l PoolLoc)
 	Unref(l PoolLoc)
 
-	// Stale tells whether a page should be looked for anew: its segment goes
-	// away, or is one of an earlier connection.
+	// Stale tells whether a page should be looked for anew, and given up if it is
+	// nowhere else: its segment goes away, or is one of an earlier connection, or
+	// nobody else has taken the page.
 	Stale(l PoolLoc) bool
 
 	// Offer says that the sandbox has stored a page with the hash under key.
 	Offer(key *wire.Key, h *wire.Hash, page uint32)
 
 	// Resemble is Offer, and asks for pages that resemble the one whose sketch
-	// is s.
-	Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch)
+	// is s. If alone is set the page may serve as a base, because it is stored
+	// without one.
+	Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch, alone bool)
+
+	// Spared says that a base of the pool has made a page so many bytes smaller.
+	Spared(bytes int)
 
 	// Work returns what the pool asks for. It returns less than there is if
 	// there is much.

@@ -175,7 +175,9 @@ func (p *fakePool) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 	p.work.Want = append(p.work.Want, wire.Page{Hash: *h, Cookie: page})
 }
 
-func (p *fakePool) Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch) {
+func (p *fakePool) Spared(int) {}
+
+func (p *fakePool) Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch, alone bool) {
 	p.Offer(key, h, page)
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -295,6 +297,9 @@ func shared(tb tester, n uint64, opts Options) (*fixture, *fakePool) {
 	f.kinds(kindText)
 	for range 50 {
 		f.evict(tb)
+		if _, err := f.b.Deepen(nil); err != nil {
+			tb.Fatal(err)
+		}
 		if _, err := f.b.Share(nil); err != nil {
 			tb.Fatal(err)
 		}
@@ -335,6 +340,75 @@ func TestShared(t *testing.T) {
 	require.NotZero(t, f.b.stats.form(codec.TagPool).Load())
 	p.verify(t, f.b)
 	f.gateAll(t)
+}
+
+// TestSharedAlone has pages that nobody else has taken, though the pool has them: they
+// are stored here again, and not offered.
+func TestSharedAlone(t *testing.T) {
+	f, p := shared(t, 32, DefaultOptions())
+	p.mu.Lock()
+	for _, r := range p.records {
+		r.stale = true
+	}
+	p.wanted = map[wire.Hash][]uint32{}
+	p.rnd = rand.New(rand.NewPCG(1, 1))
+	p.mu.Unlock()
+	for f.b.stats.form(codec.TagPool).Load() != 0 {
+		p.work.Stale = true
+		_, err := f.b.Share(nil)
+		require.NoError(t, err)
+		require.True(t, f.b.StalePages())
+		_, err = f.b.Deepen(nil)
+		require.NoError(t, err)
+		require.False(t, f.b.StalePages())
+		p.verify(t, f.b)
+	}
+	for _, r := range p.records {
+		require.Zero(t, r.refs)
+	}
+	require.Empty(t, p.wanted)
+	f.gateAll(t)
+}
+
+// A page as short as a reference is not offered, and what is stored relative to another
+// page is not given to be a base.
+func TestNotOffered(t *testing.T) {
+	f := newFixture(t, 32, DefaultOptions())
+	p := newFakePool(nil, 1)
+	f.b.SetPool(p)
+	f.kinds(kindFill)
+	f.evict(t)
+	_, err := f.b.Deepen(nil)
+	require.NoError(t, err)
+	require.Empty(t, p.wanted)
+	require.Empty(t, p.work.Want)
+	f.gateAll(t)
+
+	f.kinds(kindText)
+	f.evict(t)
+	_, err = f.b.Deepen(nil)
+	require.NoError(t, err)
+	s := &pooled{}
+	require.True(t, s.prepare(p))
+	roots, others := 0, 0
+	f.r.pages(func(q uint64) {
+		w, blob := f.storedOf(t, q)
+		content := new(codec.Page)
+		require.NoError(t, f.b.load(new(restorer), content, q, w))
+		want := wire.Page{Hash: s.hasher.Sum(content), Cookie: uint32(q), Base: true}
+		p.mu.Lock()
+		p.wanted[want.Hash] = []uint32{uint32(q)}
+		p.mu.Unlock()
+		ok := f.b.publish(s, new(restorer), want)
+		require.Equal(t, mayBeRoot(blob.head.tag()), ok, "%v", blob.head.tag())
+		if ok {
+			roots++
+		} else {
+			others++
+		}
+	})
+	require.NotZero(t, roots)
+	require.NotZero(t, others)
 }
 
 // TestSharedPageThatOthersGiveUp has pages that the pool moves and then forgets.
@@ -475,7 +549,7 @@ func TestSimilar(t *testing.T) {
 				var sk dedup.Sketch
 				sk.Make(b)
 				h := wire.NewHasher(p.key).Sum(b)
-				p.Resemble(p.key, &h, uint32(q), &sk)
+				p.Resemble(p.key, &h, uint32(q), &sk, true)
 			}
 		})
 	}

@@ -31,7 +31,8 @@ type Client struct {
 	// key is the live connection's, or nil. It is written with mu held.
 	key atomic.Pointer[wire.Key]
 
-	// forgotten counts segments that went away.
+	// forgotten counts segments that went away, and how often pages were said to be
+	// alone.
 	forgotten atomic.Uint64
 
 	closeOnce sync.Once
@@ -44,11 +45,7 @@ type Client struct {
 	sendMu sync.Mutex
 	// w and what follows are scratch, protected by sendMu.
 	w            wire.Writer
-	wBytes       int // the longest message that w has had
 	refs, unrefs []place
-	spareDirty   []memfile.PoolLoc
-	spareOffers  []wire.Page
-	spareSketch  []wire.Sketched
 
 	mu sync.Mutex
 	// All that follows is protected by mu.
@@ -76,8 +73,9 @@ type Client struct {
 	free     []uint32
 	byNumber map[uint32]*segment
 	// open is how many segments there are, stale how many of them are gone and
-	// have references, places how many places their maps have room for.
-	open, stale, places int
+	// have references, places how many places their maps have room for, alone how
+	// many places have references that are marked as alone.
+	open, stale, places, alone int
 	// doomed are descriptors that nobody uses any more: unlock closes them.
 	doomed []doomed
 
@@ -92,8 +90,8 @@ type Client struct {
 	want               []wire.Page
 	published, similar []memfile.PoolPlace
 	share              wire.Sharing
-	// spare is how many bytes of scratch there were after the last Flush.
-	spare int
+	// spared is what bases have spared since the pool was last told, in bytes.
+	spared uint64
 
 	// patterns are complete and wait for Patterns. incoming are the parts so far
 	// of patterns of incomingTotal bytes. outgoing is what is left to send of
@@ -249,7 +247,8 @@ func (c *Client) State() State {
 	return s
 }
 
-// Forgotten is how many segments have gone away so far.
+// Forgotten is how often so far pages may have become Stale: how many segments have
+// gone away, and messages of pages that nobody else has taken.
 func (c *Client) Forgotten() uint64 { return c.forgotten.Load() }
 
 // Key implements memfile.Pool.
@@ -340,7 +339,7 @@ func (c *Client) disconnect(cn *conn, why error) {
 // receive is the receiver: it takes what the pool sends, and closes connections.
 func (c *Client) receive(wake int) {
 	defer close(c.done)
-	buf := make([]byte, wire.MaxMessage)
+	var buf []byte
 	for {
 		cn, ok := c.current()
 		if !ok {
@@ -350,8 +349,12 @@ func (c *Client) receive(wake int) {
 			<-c.changed
 			continue
 		}
+		if buf == nil {
+			buf = make([]byte, wire.MaxReply)
+		}
 		err := c.receiveOne(cn, buf)
 		if err == unix.EAGAIN {
+			buf = nil // it may be long
 			err = wait(cn.fd, wake)
 		}
 		if err != nil {

@@ -28,12 +28,18 @@
 //
 // # References
 //
-// Each segment has a map from places to a count of references, and whether the
-// pool has been told of any. Only the difference is sent, by Flush: a place whose
+// Each segment has a map from places to a count of references, whether the pool has
+// been told of any, and whether it says that no other sandbox has one: such a place is
+// Stale, too, and the Backend stores its page itself again. Only the difference is sent, by Flush: a place whose
 // last reference was given up and taken again in between costs no message, and
 // neither does one that was taken and given up. What could not be sent is sent by
 // the next Flush. Of segments that are gone nothing is said: the pool has
 // forgotten its side.
+//
+// # Memory
+//
+// Most of the time a sandbox waits and nothing is sent. Buffers and queues are then
+// given up: what stays is some 600 bytes, and what the segments' maps have.
 //
 // # What the pool can do
 //

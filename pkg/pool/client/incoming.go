@@ -96,6 +96,13 @@ func (c *Client) handle(cn *conn, m *wire.Message, fd int) (int, error) {
 		}
 		c.signal()
 
+	case wire.Alone:
+		for i := range m.N {
+			c.markAlone(m.Loc(i))
+		}
+		c.forgotten.Add(1)
+		c.signal()
+
 	case wire.Share:
 		s, err := m.Sharing()
 		if err != nil {
@@ -153,7 +160,7 @@ func (c *Client) Patterns() []byte {
 func (c *Client) Work() memfile.PoolWork {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	w := memfile.PoolWork{Key: c.key.Load(), Stale: c.live && c.stale > 0}
+	w := memfile.PoolWork{Key: c.key.Load(), Stale: c.live && c.stale+c.alone > 0}
 	places := maxWork - min(len(c.want), maxWork/2)
 	n := min(len(c.published), places-min(len(c.similar), places/2))
 	w.Published, c.published = split(c.published, n)

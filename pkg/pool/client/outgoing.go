@@ -2,6 +2,7 @@ package client
 
 import (
 	"fmt"
+	"math"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -15,13 +16,11 @@ import (
 const (
 	// batchOffers is how many offers make a message. Up to twice as many may
 	// wait while one is being sent.
-	batchOffers = 512
+	batchOffers = 256
 	// batchRefs is how many places are looked at for a Ref and an Unref.
-	batchRefs = 512
-	// maxSpare is the capacity of a queue that is kept for the next time.
-	maxSpare = 4096
+	batchRefs = 256
 	// patternsPart is how long the parts of patterns are, in bytes.
-	patternsPart = 32 << 10
+	patternsPart = 8 << 10
 )
 
 // transmit sends the message in w. It returns false if it was not sent.
@@ -31,9 +30,7 @@ func (c *Client) transmit(cn *conn) bool {
 	if cn == nil || cn.fd < 0 {
 		return false
 	}
-	msg := c.w.Bytes()
-	c.wBytes = max(c.wBytes, len(msg))
-	switch err := wire.Send(cn.fd, msg, -1); err {
+	switch err := wire.Send(cn.fd, c.w.Bytes(), -1); err {
 	case nil:
 		return true
 	case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
@@ -75,14 +72,14 @@ func (c *Client) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 }
 
 // Resemble implements memfile.Pool, and is sent and dropped like Offer.
-func (c *Client) Resemble(key *wire.Key, h *wire.Hash, page uint32, sk *dedup.Sketch) {
+func (c *Client) Resemble(key *wire.Key, h *wire.Hash, page uint32, sk *dedup.Sketch, alone bool) {
 	c.mu.Lock()
 	if key == nil || c.liveConn(key) == nil || len(c.sketched) >= 2*batchOffers {
 		c.state.Dropped++
 		c.mu.Unlock()
 		return
 	}
-	c.sketched = append(c.sketched, wire.Sketched{Page: wire.Page{Hash: *h, Cookie: page}, Sketch: *sk})
+	c.sketched = append(c.sketched, wire.Sketched{Page: wire.Page{Hash: *h, Cookie: page}, Sketch: *sk, Alone: alone})
 	full := len(c.sketched) == batchOffers
 	c.mu.Unlock()
 	if full {
@@ -102,7 +99,7 @@ func (c *Client) sendSketched() {
 		c.mu.Unlock()
 		return
 	}
-	c.sketched, c.spareSketch = c.spareSketch[:0], nil
+	c.sketched = nil
 	c.mu.Unlock()
 
 	sent := true
@@ -122,7 +119,6 @@ func (c *Client) sendSketched() {
 		c.mu.Unlock()
 		rest = rest[n:]
 	}
-	c.spareSketch = offers
 }
 
 // sendOffers sends the offers that wait.
@@ -135,7 +131,7 @@ func (c *Client) sendOffers() {
 		c.mu.Unlock()
 		return
 	}
-	c.offers, c.spareOffers = c.spareOffers[:0], nil
+	c.offers = nil
 	c.mu.Unlock()
 
 	c.w.Begin(wire.Offer, 0)
@@ -143,7 +139,6 @@ func (c *Client) sendOffers() {
 		c.w.Page(o)
 	}
 	sent := c.transmit(cn)
-	c.spareOffers = offers
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -175,17 +170,35 @@ func (c *Client) Publish(key *wire.Key, h *wire.Hash, page, tpl uint32, content 
 	return true
 }
 
-// AskUsage asks the pool what the sandbox costs it. Sharing has the answer once it
-// has come. It is not asked if the connection is not live or full.
+// AskUsage asks the pool what the sandbox costs it, and tells it what bases have
+// spared. Sharing has the answer once it has come. It is not asked if the connection
+// is not live or full.
 func (c *Client) AskUsage() {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
+	defer c.release()
 	c.mu.Lock()
-	cn := c.liveConn(nil)
+	cn, spared := c.liveConn(nil), uint32(min(c.spared, math.MaxUint32))
 	c.mu.Unlock()
-	c.w.Begin(wire.Usage, 0)
-	c.transmit(cn)
+	c.w.Begin(wire.Usage, spared)
+	if c.transmit(cn) {
+		c.mu.Lock()
+		c.spared -= min(c.spared, uint64(spared))
+		c.mu.Unlock()
+	}
 }
+
+// Spared implements memfile.Pool.
+func (c *Client) Spared(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.spared += uint64(n)
+}
+
+// release gives scratch up: most of the time a sandbox waits, and sends nothing.
+//
+// Preconditions: c.sendMu is held.
+func (c *Client) release() { c.w, c.refs, c.unrefs = wire.Writer{}, nil, nil }
 
 // SendPatterns gives the pool patterns. They are dropped if the connection is not
 // live or full, if they are longer than wire.MaxPatterns, and while a part of
@@ -197,6 +210,7 @@ func (c *Client) SendPatterns(b []byte) {
 	}
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
+	defer c.release()
 	c.sendOutgoing()
 
 	c.mu.Lock()
@@ -251,17 +265,11 @@ func (c *Client) sendOutgoing() {
 func (c *Client) Flush() {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
+	defer c.release()
 	c.sendRefs()
 	c.sendOffers()
 	c.sendSketched()
 	c.sendOutgoing()
-
-	spare := cap(c.spareDirty)*int(unsafe.Sizeof(memfile.PoolLoc(0))) + cap(c.spareOffers)*int(unsafe.Sizeof(wire.Page{})) +
-		cap(c.spareSketch)*int(unsafe.Sizeof(wire.Sketched{})) +
-		(cap(c.refs)+cap(c.unrefs))*int(unsafe.Sizeof(place{})) + c.wBytes
-	c.mu.Lock()
-	c.spare = spare
-	c.mu.Unlock()
 }
 
 // sendRefs tells the pool of places that have references now or no longer have.
@@ -270,7 +278,7 @@ func (c *Client) Flush() {
 func (c *Client) sendRefs() {
 	c.mu.Lock()
 	cn, queue := c.liveConn(nil), c.dirty
-	c.dirty, c.spareDirty = c.spareDirty[:0], nil
+	c.dirty = nil
 	c.mu.Unlock()
 	for rest := queue; len(rest) > 0; {
 		n := min(len(rest), batchRefs)
@@ -289,9 +297,6 @@ func (c *Client) sendRefs() {
 		}
 		c.mu.Unlock()
 		break
-	}
-	if cap(queue) <= maxSpare {
-		c.spareDirty = queue[:0]
 	}
 }
 
@@ -354,15 +359,12 @@ func (c *Client) Sharing() (wire.Sharing, uint64) {
 	defer c.mu.Unlock()
 	// Measured for a map of this kind, between two times it grows.
 	const placeBytes = 15
-	own := int(unsafe.Sizeof(*c)) + c.spare + c.places*placeBytes +
+	own := int(unsafe.Sizeof(*c)) + c.places*placeBytes +
 		c.open*int(unsafe.Sizeof(segment{})) + cap(c.segments)*8 + cap(c.free)*4 + len(c.byNumber)*24 +
 		cap(c.dirty)*int(unsafe.Sizeof(memfile.PoolLoc(0))) +
 		(cap(c.offers)+cap(c.want))*int(unsafe.Sizeof(wire.Page{})) +
 		cap(c.sketched)*int(unsafe.Sizeof(wire.Sketched{})) +
 		(cap(c.published)+cap(c.similar))*int(unsafe.Sizeof(memfile.PoolPlace{})) +
 		cap(c.patterns) + cap(c.incoming) + cap(c.outgoing)
-	if c.running {
-		own += wire.MaxMessage
-	}
 	return c.share, uint64(own)
 }

@@ -57,7 +57,7 @@ func TestSystemCalls(t *testing.T) {
 	}
 	require.Contains(t, string(out), "PASS: TestConfined")
 	for _, p := range pools {
-		require.Equal(t, []string{"ref 1:0", "offer 10", "publish 30 31 0", "patterns 32768 of 40000", "patterns 7232 of 40000", "usage", "unref 1:0"}, p.received())
+		require.Equal(t, []string{"ref 1:0", "offer 10", "publish 30 31 0", "patterns 8192 of 20000", "patterns 8192 of 20000", "patterns 3616 of 20000", "usage", "unref 1:0"}, p.received())
 	}
 }
 
@@ -89,7 +89,7 @@ func TestConfined(t *testing.T) {
 		require.Equal(t, "abc", string(c.Patterns()))
 		c.Flush()
 		require.True(t, c.Publish(c.Key(), &h, 30, 31, new(codec.Page)))
-		c.SendPatterns(make([]byte, 40000))
+		c.SendPatterns(make([]byte, 20000))
 		c.AskUsage()
 		_, _, ok := c.Find(c.Key(), &wire.Hash{}, buf)
 		require.False(t, ok)

@@ -25,11 +25,14 @@ const (
 // A segment's units are all that unitBits bits can tell apart.
 var _ = [1]struct{}{}[wire.SegmentSize/wire.Align-units]
 
-// What a segment's map has for a unit: a count of references and two marks. The
+// What a segment's map has for a unit: a count of references and three marks. The
 // zero value is as good as none. A count that does not fit would be one of pages
-// of more than 4 TiB of memory.
+// of more than 2 TiB of memory.
 const (
-	counts = 1<<30 - 1
+	counts = 1<<29 - 1
+	// alone is set if the pool says that no other sandbox has taken the place, and
+	// there are references still.
+	alone = 1 << 29
 	// told is set if the pool takes the place for one that the sandbox has.
 	told = 1 << 30
 	// queued is set if the place is in dirty.
@@ -178,7 +181,19 @@ func (c *Client) Stale(l memfile.PoolLoc) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s := c.segment(l)
-	return c.live && s != nil && s.gone
+	return c.live && s != nil && (s.gone || s.refs[uint32(l%units)]&alone != 0)
+}
+
+// markAlone notes that no other sandbox has taken a place.
+//
+// Preconditions: c.mu is held.
+func (c *Client) markAlone(l wire.Loc) {
+	if p, ok := c.lookup(l); ok {
+		if e := p.s.refs[p.unit]; e&counts != 0 && e&alone == 0 {
+			c.alone++
+			p.s.refs[p.unit] = e | alone
+		}
+	}
 }
 
 // segment returns the open segment that a location is in, or nil.
@@ -240,6 +255,10 @@ func (c *Client) give(l memfile.PoolLoc) {
 // Preconditions: c.mu is held; p.s is open.
 func (c *Client) put(p place, e uint32) {
 	s := p.s
+	if e&alone != 0 && e&counts == 0 {
+		e &^= alone
+		c.alone--
+	}
 	if !s.gone && (e&counts != 0) != (e&told != 0) && e&queued == 0 {
 		e |= queued
 		c.dirty = append(c.dirty, memfile.PoolLoc(s.num)<<unitBits|memfile.PoolLoc(p.unit))

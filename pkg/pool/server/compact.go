@@ -8,7 +8,7 @@ import (
 
 const (
 	// minOpen is Server.minOpen.
-	minOpen = 256 << 10
+	minOpen = 32 << 10
 	// grace is how long a page is kept for its first reference even if there
 	// is no room.
 	grace = 1 * second
@@ -32,7 +32,8 @@ func (d *domain) maintain(now stamp, pressed bool) bool {
 	pressed = pressed || d.pressed
 	d.pressed = false
 	d.expire(now)
-	again := len(d.pending) > 0 || d.parts > 0 || len(d.conns) == 0 || now <= d.event+d.s.keep+encoderIdle
+	d.tellAlone(now)
+	again := len(d.pending) > 0 || d.alone > 0 || d.parts > 0 || len(d.conns) == 0 || now <= d.event+d.s.keep+encoderIdle
 	idle := now > d.event+encoderIdle
 	d.mu.Unlock()
 
@@ -197,6 +198,7 @@ func (d *domain) retire(g *segment) {
 	d.records -= uint64(len(g.recs))
 	d.recordBytes -= g.usedBytes()
 	d.referenced -= g.referenced
+	d.alone -= g.alone
 	var w wire.Writer
 	w.Begin(wire.Retire, g.num)
 	p := slices.Clone(w.Bytes())
@@ -235,6 +237,6 @@ func (d *domain) free() {
 	d.sketches.free()
 	d.bases.free()
 	d.ncandidates, d.dead, d.refusals = 0, 0, 0
-	d.records, d.recordBytes, d.referenced = 0, 0, 0
+	d.records, d.recordBytes, d.referenced, d.alone = 0, 0, 0, 0
 	d.pending, d.patterns = nil, nil
 }

@@ -310,7 +310,7 @@ func (c *conn) message(b []byte, fd int) error {
 	case wire.Patterns:
 		c.d.pattern(c, &m)
 	case wire.Usage:
-		c.d.usage(c)
+		c.d.usage(c, m.Arg)
 	case wire.Turn:
 		if m.Arg != 0 {
 			c.s.turns.take(c)

@@ -15,11 +15,18 @@
 //   - refused, when it has no form worth keeping: it is not asked for again for
 //     a while.
 //
+// Most sandboxes have next to nothing that resembles what siblings have, unless it is
+// small anyway, and then remembering sketches costs more than it can spare. So one in
+// sketchSample is remembered, and all while bases spare more than sketches take, which
+// sandboxes report.
+//
 // A candidate that came with a sketch may also be near others. If a published page
 // without a base resembles it, its owner is told of that base. Else, if a candidate
 // of another connection does, the page is asked for although nobody else has it: it
 // is pending as a base. It is then stored without a base of its own, and the owner
-// of the other candidate is told where it lies. What is known by sketches, candidates
+// of the other candidate is told where it lies. A sandbox sends a base only if it
+// stores that page alone, too: otherwise it has a smaller form, and the base would
+// cost more than that. What is known by sketches, candidates
 // and published pages without a base, leads to hashes only, and the oldest entries
 // are forgotten. Sketches of published pages are made by the pool itself.
 //
@@ -39,12 +46,15 @@
 // domain holds at most about twice what it needs, and what a sandbox has a
 // descriptor of never changes.
 //
+// A page that one connection alone has referred to for aloneTime costs more than if
+// its sandbox stored it: the sandbox is told, and takes it back.
+//
 // # Memory
 //
 // The pool keeps 12 bytes per published page beside its record, a slot of the
 // index (16 bytes, in a table that doubles), about 26 bytes per candidate, 110 per
 // sketch of a candidate or of a base (of which a domain has 256 Ki each at most)
-// and, per connection, about 16 KiB with its goroutine plus 0.2 to 60 bytes per reference,
+// and, per connection, about 8 KiB with its goroutine plus 0.2 to 60 bytes per reference,
 // depending on how close they are to each other. With 1000 sandboxes that have
 // offered 2000 pages each, half of them common to all, this is 42 MiB
 // (BenchmarkClients1000). Everything that a

@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	mathbits "math/bits"
 	"slices"
 	"sync"
 
@@ -38,6 +39,11 @@ const (
 	// maxPatternsParts is how many connections of a domain may be amid sending
 	// patterns.
 	maxPatternsParts = 16
+	// aloneTime is how long only one connection may refer to a page until it is told
+	// so: others may be slow to take it, or have restored theirs for a step.
+	// aloneAgain is when it is told again, should it have missed that.
+	aloneTime  = 20 * second
+	aloneAgain = 120 * second
 )
 
 // A candidate is a page that one connection has offered.
@@ -100,6 +106,8 @@ type domain struct {
 	records     uint64
 	recordBytes uint64
 	referenced  uint64
+	// alone is the number of records with one reference.
+	alone int
 	// held is the memory of segments and index, in bytes.
 	held uint64
 
@@ -110,6 +118,8 @@ type domain struct {
 	pending                     map[wire.Hash]*pending
 	// sketches has candidates, bases published pages that have no base.
 	sketches, bases sketches
+	// spared is what sandboxes say that bases have spared, in bytes.
+	spared uint64
 	// groups is the number of refGroups of all connections.
 	groups int
 
@@ -292,7 +302,9 @@ func (d *domain) offerSome(c *conn, m *wire.Message, from, to int) {
 			d.touch(g, at, now)
 			similar = append(similar, wire.Place{Page: wire.Page{Hash: *g.hash(at), Cookie: p.Cookie}, Loc: g.loc(at)})
 		}
-		if !drained && d.resemble(c, p, &sk.Sketch, g != nil, now) {
+		if !drained && sk.Alone && d.resemble(c, p, &sk.Sketch, g != nil, now) {
+			// Unless the page that resembles it is the same.
+			p.Base = len(d.pending[p.Hash].offerers) == 1
 			wants = append(wants, p)
 		}
 	}
@@ -704,7 +716,7 @@ func (d *domain) ref(c *conn, m *wire.Message) {
 			}
 		}
 		if m.Type == wire.Ref {
-			d.take(g, at)
+			d.take(g, at, now)
 		} else {
 			d.give(g, at, now)
 		}
@@ -712,21 +724,95 @@ func (d *domain) ref(c *conn, m *wire.Message) {
 }
 
 // take and give count a reference more or less. domain.mu must be held.
-func (d *domain) take(g *segment, at int) {
+func (d *domain) take(g *segment, at int, now stamp) {
 	r := &g.recs[at]
-	if r.refs++; r.refs == 1 {
+	switch r.refs++; r.refs {
+	case 1:
 		g.referenced += g.size(at)
 		d.referenced += g.size(at)
+		d.leftAlone(g, r, now)
+	case 2:
+		d.alone--
+		g.alone--
 	}
 }
 
 func (d *domain) give(g *segment, at int, now stamp) {
 	r := &g.recs[at]
-	if r.refs--; r.refs == 0 {
+	switch r.refs--; r.refs {
+	case 0:
+		d.alone--
+		g.alone--
 		r.last = now
 		g.referenced -= g.size(at)
 		d.referenced -= g.size(at)
 		d.happened(now)
+	case 1:
+		d.leftAlone(g, r, now)
+	}
+}
+
+// leftAlone notes that one connection alone has a reference. domain.mu must be held.
+func (d *domain) leftAlone(g *segment, r *rec, now stamp) {
+	r.last = now
+	d.alone++
+	g.alone++
+	if due := now + aloneTime; g.alone == 1 || due < g.aloneAt {
+		g.aloneAt = due
+	}
+	d.s.kick()
+}
+
+// tellAlone tells connections of pages that nobody else has taken for long. domain.mu
+// must be held.
+func (d *domain) tellAlone(now stamp) {
+	if d.alone == 0 || d.s.drained.Load() {
+		return
+	}
+	for num, g := range d.segs {
+		if g.alone == 0 || now < g.aloneAt {
+			continue
+		}
+		due := make([]uint64, (len(g.recs)+refGroupSize-1)/refGroupSize*len(refGroup{}))
+		some := false
+		g.aloneAt = now + aloneAgain
+		for i := range g.recs {
+			r := &g.recs[i]
+			if r.refs != 1 {
+				continue
+			}
+			if r.last+aloneTime > now {
+				g.aloneAt = min(g.aloneAt, r.last+aloneTime)
+				continue
+			}
+			r.last = now + aloneAgain - aloneTime
+			due[i/64] |= 1 << (i % 64)
+			some = true
+		}
+		if !some {
+			continue
+		}
+		for _, c := range d.conns {
+			var w wire.Writer
+			w.Begin(wire.Alone, 0)
+			push := func() {
+				if n := w.Len(); n > 0 && c.push(packet{msg: slices.Clone(w.Bytes())}, false) {
+					d.counts.Alone += uint64(n)
+				}
+				w.Begin(wire.Alone, 0)
+			}
+			for i := 0; i < len(g.recs); i += refGroupSize {
+				for k, has := range c.refs[refKey(num, i)] {
+					for bits := has & due[i/64+k]; bits != 0; bits &= bits - 1 {
+						w.Loc(g.loc(i + k*64 + mathbits.TrailingZeros64(bits)))
+						if w.Room() == 0 {
+							push()
+						}
+					}
+				}
+			}
+			push()
+		}
 	}
 }
 
@@ -761,11 +847,12 @@ func (d *domain) eachRef(c *conn, f func(g *segment, at int)) {
 	}
 }
 
-// usage handles a Usage.
-func (d *domain) usage(c *conn) {
+// usage handles a Usage, which says what bases have spared.
+func (d *domain) usage(c *conn, spared uint32) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	now := d.s.now()
+	d.spared += uint64(spared)
 	if c.shared && now < c.sharedAt+second {
 		return
 	}
@@ -785,7 +872,7 @@ func (d *domain) usage(c *conn) {
 // domain.mu must be held.
 func (d *domain) heap() uint64 {
 	const (
-		connection = 16 << 10
+		connection = 8 << 10 // measured: 1.8 KiB and 5.6 of stack
 		group      = 56
 		record     = 16
 		page       = 224
@@ -847,7 +934,7 @@ func (d *domain) join(c *conn, g *wire.Greeting) {
 	}
 	c.d = d
 	d.conns[c.id] = c
-	c.limit = len(d.segs) + wire.MaxPatterns/wire.MaxMessage + maxQueued
+	c.limit = len(d.segs) + wire.MaxPatterns/wire.MaxPart + maxQueued
 	var w wire.Writer
 	w.Begin(wire.Welcome, 0)
 	w.Body(d.key[:])
@@ -859,7 +946,7 @@ func (d *domain) join(c *conn, g *wire.Greeting) {
 	for rest := d.patterns; len(rest) > 0; {
 		var w wire.Writer
 		w.Begin(wire.Patterns, uint32(len(d.patterns)))
-		n := min(len(rest), w.Room())
+		n := min(len(rest), wire.MaxPart)
 		w.Body(rest[:n])
 		c.push(packet{msg: w.Bytes()}, true)
 		rest = rest[n:]

@@ -27,8 +27,8 @@ func FuzzMessage(f *testing.F) {
 	shared := append(append(frame(0, offer), frame(1, offer)...), frame(1, publish)...)
 	f.Add(shared)
 	f.Add(append(shared, frame(0, refMessage(wire.Ref, 0), usageMessage(), refMessage(wire.Unref, 0, 1, 2))...))
-	sketched := &wire.Sketched{Page: wire.Page{Hash: hash, Cookie: 3}, Sketch: sketchOf(content)}
-	other := &wire.Sketched{Page: wire.Page{Hash: wire.Hash{1}}, Sketch: sketched.Sketch}
+	sketched := &wire.Sketched{Page: wire.Page{Hash: hash, Cookie: 3}, Sketch: sketchOf(content), Alone: true}
+	other := &wire.Sketched{Page: wire.Page{Hash: wire.Hash{1}}, Sketch: sketched.Sketch, Alone: true}
 	f.Add(append(append(frame(0, resembleMessage(other)), frame(1, resembleMessage(sketched), publish)...), frame(0, resembleMessage(other))...))
 	f.Add(frame(0, patterns.Bytes(), patterns.Bytes(), patterns.Bytes()))
 	f.Add(frame(0, usageMessage(), usageMessage(), []byte{9}, nil))

@@ -304,6 +304,14 @@ func TestModel(t *testing.T) {
 						}
 					}
 				}
+				for _, p := range peers {
+					// Nothing has happened since that could have given it a second one.
+					for _, l := range p.view.alone {
+						require.Contains(tb, p.refs, l)
+						require.True(tb, live[l] == 1 || p.view.retired[l.Segment()])
+					}
+					p.view.alone = nil
+				}
 				checkServer(tb, s)
 				for _, d := range s.domains {
 					for _, g := range d.segs {

@@ -24,7 +24,8 @@ type rec struct {
 	// refs is the number of connections that have a reference.
 	refs uint32
 	// last is when the record was last used, while refs is 0, or later to keep
-	// it for longer.
+	// it for longer; while refs is 1, since when it is, or later if the connection
+	// was told.
 	last stamp
 }
 
@@ -37,6 +38,10 @@ type segment struct {
 	recs []rec
 	// referenced is the size of those with references, in bytes.
 	referenced uint64
+	// alone is the number of records with one reference, aloneAt when the first of
+	// them may be due for being told of.
+	alone   int
+	aloneAt stamp
 }
 
 func (g *segment) usedBytes() uint64 { return uint64(g.used) * wire.Align }

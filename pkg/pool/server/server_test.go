@@ -53,6 +53,7 @@ type view struct {
 	retired  map[uint32]bool
 	wants    []wire.Page
 	told     []wire.Place
+	alone    []wire.Loc
 	similar  []wire.Place
 	shares   []wire.Sharing
 	patterns []byte
@@ -103,6 +104,11 @@ func (v *view) got(t testing.TB, b []byte, fd int) {
 			p := m.Place(i)
 			require.Contains(t, v.segs, p.Loc.Segment())
 			v.similar = append(v.similar, p)
+		}
+	case wire.Alone:
+		for i := range m.N {
+			require.Contains(t, v.segs, m.Loc(i).Segment())
+			v.alone = append(v.alone, m.Loc(i))
 		}
 	case wire.Share:
 		s, err := m.Sharing()
@@ -334,6 +340,7 @@ func newPool(t testing.TB, o Options) *poolT {
 	p := &poolT{TB: t}
 	p.time.Store(uint32(began))
 	p.s = newServer(o, func() stamp { return stamp(p.time.Load()) })
+	p.s.freeSketches = 1 << 20
 	t.Cleanup(func() { require.NoError(t, p.s.Close()) })
 	return p
 }
@@ -978,7 +985,9 @@ func checkDomain(t require.TestingT, d *domain) {
 	require.Equal(t, groups, d.groups)
 	held, records, bytes, referenced := uint64(len(d.index.mem)), uint64(0), uint64(0), uint64(0)
 	indexed := uint64(0)
+	all := 0
 	for num, g := range d.segs {
+		alone := 0
 		require.Equal(t, num, g.num)
 		held += g.held()
 		own := uint64(0)
@@ -986,6 +995,10 @@ func checkDomain(t require.TestingT, d *domain) {
 			records++
 			bytes += g.size(i)
 			require.Equal(t, refs[g.loc(i)], g.recs[i].refs)
+			if g.recs[i].refs == 1 {
+				alone++
+				require.LessOrEqual(t, g.aloneAt, max(g.recs[i].last, d.s.now())+aloneAgain)
+			}
 			if g.recs[i].refs > 0 {
 				own += g.size(i)
 			}
@@ -998,8 +1011,11 @@ func checkDomain(t require.TestingT, d *domain) {
 			delete(refs, g.loc(i))
 		}
 		require.Equal(t, own, g.referenced)
+		require.Equal(t, alone, g.alone)
 		referenced += own
+		all += alone
 	}
+	require.Equal(t, all, d.alone)
 	require.Empty(t, refs)
 	require.Equal(t, [4]uint64{held, records, bytes, referenced}, [4]uint64{d.held, d.records, d.recordBytes, d.referenced})
 	require.Equal(t, indexed, d.index.n)
@@ -1082,4 +1098,56 @@ func TestOneConnectionEach(t *testing.T) {
 	defer a.close()
 	defer b.close()
 	awaitStats(t, s, func(u *Usage) bool { return u.Clients == 2 })
+}
+
+// A sandbox is told of pages that nobody else has taken for long, and of no others.
+func TestTellAlone(t *testing.T) {
+	p := newPool(t, Options{})
+	ps := p.peers(2, greeting("d"))
+	a, b := ps[0], ps[1]
+	var locs []wire.Loc
+	for i := range uint64(3) {
+		content := page(i, 600)
+		h := a.view.hash(content)
+		for _, o := range ps {
+			require.NoError(t, o.conn.message(offerMessage(wire.Page{Hash: h, Cookie: uint32(i)}), -1))
+			o.sync(p)
+		}
+		b.publish(p, content, wire.NoPage)
+		locs = append(locs, b.view.told[i].Loc)
+	}
+	require.NoError(t, a.conn.message(refMessage(wire.Ref, locs...), -1))
+	require.NoError(t, b.conn.message(refMessage(wire.Ref, locs[1:]...), -1))
+	pass := func(d stamp) {
+		p.time.Add(uint32(d))
+		p.s.tick()
+		a.sync(p)
+		b.sync(p)
+		checkServer(p, p.s)
+	}
+	require.EqualValues(t, 1, p.s.Stats().Total.AlonePages)
+	pass(aloneTime - 1)
+	require.Empty(t, a.view.alone)
+	pass(1)
+	require.Equal(t, locs[:1], a.view.alone)
+	pass(aloneTime)
+	require.Len(t, a.view.alone, 1, "told twice")
+
+	// b has one no longer.
+	require.NoError(t, b.conn.message(refMessage(wire.Unref, locs[1]), -1))
+	pass(aloneTime)
+	require.Equal(t, locs[:2], a.view.alone)
+	require.Empty(t, b.view.alone)
+	pass(aloneAgain)
+	require.ElementsMatch(t, append(locs[:2:2], locs[:2]...), a.view.alone)
+	require.EqualValues(t, 4, p.s.Stats().Total.Alone)
+
+	// What it gives up then goes, and b is the only one to have the third.
+	require.NoError(t, a.conn.message(refMessage(wire.Unref, locs...), -1))
+	require.EqualValues(t, 1, p.s.Stats().Total.AlonePages)
+	pass(aloneTime)
+	require.Equal(t, locs[2:], b.view.alone)
+	p.s.Drain()
+	pass(2 * aloneAgain)
+	require.Len(t, b.view.alone, 1)
 }

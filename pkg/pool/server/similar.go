@@ -15,8 +15,15 @@ const (
 	minFeatures = 2
 	// minSketches is how many pages the first generation of an index of
 	// sketches has, maxSketches how many all of an index have together.
-	minSketches = 4 << 10
+	minSketches = 32
 	maxSketches = 256 << 10
+	// sketchSample: one page in so many is entered whatever that has brought so
+	// far; the others while bases have spared more than the sketches take, and the
+	// first freeSketches of each connection. Which ones depends on a sketch's
+	// smallest feature, which two pages have in common as likely as any other part
+	// of them.
+	sketchSample = 16
+	freeSketches = 8
 	// sketchBytes is what a page takes in an index of sketches, in bytes.
 	sketchBytes = dedup.Features*8*4/3 + sketchedBytes
 	// sketchedBytes is the size of a sketched.
@@ -95,7 +102,7 @@ func (x *sketches) add(s *dedup.Sketch, p sketched, limit int) error {
 	if g == nil || len(g.items) == g.most {
 		most := minSketches
 		if g != nil {
-			most = 4 * g.most
+			most = 2 * g.most
 		}
 		most = max(1, min(most, limit/2))
 		total := most
@@ -239,12 +246,22 @@ func (d *domain) resemble(c *conn, p wire.Page, s *dedup.Sketch, based bool, now
 		d.s.kick()
 		ask = true
 	}
-	if own != nil {
+	switch {
+	case own != nil:
 		own.candidate = me
-	} else {
+	case d.sampled(s):
 		d.enter(&d.sketches, s, sketched{me, p.Hash})
 	}
 	return ask
+}
+
+// sampled tells whether a page is to be entered by its sketch. domain.mu must be held.
+func (d *domain) sampled(s *dedup.Sketch) bool {
+	n := uint64(0)
+	for _, g := range d.sketches.gens {
+		n += uint64(len(g.items))
+	}
+	return s.Feature[0]%sketchSample == 0 || n*sketchBytes < d.spared+uint64(len(d.conns))*d.s.freeSketches*sketchBytes
 }
 
 // addSimilar notes whom to tell when the page is published, so that it can serve

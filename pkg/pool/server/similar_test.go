@@ -40,7 +40,7 @@ func resembleMessage(pages ...*wire.Sketched) []byte {
 func (p *peer) resemble(t *poolT, cookie uint32, content *codec.Page) wire.Hash {
 	t.Helper()
 	h := p.view.hash(content)
-	require.NoError(t, p.conn.message(resembleMessage(&wire.Sketched{Page: wire.Page{Hash: h, Cookie: cookie}, Sketch: sketchOf(content)}), -1))
+	require.NoError(t, p.conn.message(resembleMessage(&wire.Sketched{Page: wire.Page{Hash: h, Cookie: cookie}, Sketch: sketchOf(content), Alone: true}), -1))
 	p.sync(t)
 	return h
 }
@@ -96,7 +96,7 @@ func TestSimilarPages(t *testing.T) {
 	a.resemble(p, 3, page(2, 2000))
 
 	h := b.resemble(p, 4, variant(first, 4))
-	require.Equal(t, []wire.Page{{Hash: h, Cookie: 4}}, b.view.wants)
+	require.Equal(t, []wire.Page{{Hash: h, Cookie: 4, Base: true}}, b.view.wants)
 	// While it is awaited, others that resemble it wait, too.
 	c.resemble(p, 5, third)
 	require.Empty(t, c.view.wants)

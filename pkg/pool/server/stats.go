@@ -53,6 +53,11 @@ type Usage struct {
 	Candidates uint64 `json:"candidates"`
 	Pending    uint64 `json:"pending"`
 	Segments   uint64 `json:"segments"`
+	// AlonePages is the number of pages that one sandbox alone refers to, and
+	// SketchBytes the memory for finding pages that resemble others, part of
+	// HeapBytes.
+	AlonePages  uint64 `json:"alone_pages"`
+	SketchBytes uint64 `json:"sketch_bytes"`
 	Counts
 }
 
@@ -84,6 +89,8 @@ type Counts struct {
 	Retired uint64 `json:"retired"`
 	Moved   uint64 `json:"moved"`
 	Dropped uint64 `json:"dropped"`
+	// Alone is how often a sandbox was told that nobody else has taken a page.
+	Alone uint64 `json:"alone"`
 }
 
 func (c *Counts) add(o *Counts) {
@@ -101,6 +108,7 @@ func (c *Counts) add(o *Counts) {
 	c.Retired += o.Retired
 	c.Moved += o.Moved
 	c.Dropped += o.Dropped
+	c.Alone += o.Alone
 }
 
 func (u *Usage) add(o *Usage) {
@@ -114,6 +122,8 @@ func (u *Usage) add(o *Usage) {
 	u.Candidates += o.Candidates
 	u.Pending += o.Pending
 	u.Segments += o.Segments
+	u.AlonePages += o.AlonePages
+	u.SketchBytes += o.SketchBytes
 	u.Counts.add(&o.Counts)
 }
 
@@ -145,6 +155,7 @@ func (d *domain) stats() DomainStats {
 			Pages:   d.records, Bytes: d.held, IndexBytes: uint64(len(d.index.mem)), HeapBytes: d.heap(),
 			ReferencedBytes: d.referenced, UnreferencedBytes: d.recordBytes - d.referenced,
 			Candidates: uint64(d.ncandidates), Pending: uint64(len(d.pending)), Segments: uint64(len(d.segs)),
+			AlonePages: uint64(d.alone), SketchBytes: d.sketches.bytes() + d.bases.bytes(),
 			Counts: d.counts,
 		},
 	}

@@ -60,7 +60,10 @@
 //	sandbox  -> pool   Ref: pages that it has taken; Unref: that it has no longer
 //	pool     -> sandbox Retire: a segment goes away; what is still needed of it
 //	                   has moved, and is found in the index by its hash
-//	sandbox  -> pool   Usage; pool -> sandbox Share
+//	pool     -> sandbox Alone: pages that only this sandbox has taken, for long.
+//	                   It stores them itself again
+//	sandbox  -> pool   Usage, with what others' pages have spared as bases; pool ->
+//	                   sandbox Share
 //	sandbox  -> pool   Patterns: what its steps have taught about prefetching
 //	sandbox  -> pool   Turn 1: it has memory to evict and would like to have its
 //	                   turn; Turn 0: it is done, or no longer wants it
@@ -75,6 +78,6 @@
 // connection and location. References end with the connection.
 //
 // A message is one packet of a SOCK_SEQPACKET socket, at most [MaxMessage]
-// bytes, little-endian: type (1 byte), 0 (1), number of items (2), argument (4),
+// bytes, to a sandbox [MaxReply], little-endian: type (1 byte), 0 (1), number of items (2), argument (4),
 // items of the type's size. Segment and Index carry a descriptor.
 package wire

@@ -14,11 +14,16 @@ import (
 
 // Version is that of the protocol. A pool and a sandbox of different versions
 // share nothing.
-const Version = 1
+const Version = 2
 
 const (
 	// MaxMessage is the length of the longest message, in bytes.
 	MaxMessage = 64 << 10
+	// MaxReply is the length of the longest message from the pool to a sandbox, in
+	// bytes: as long as some come, the sandbox has a buffer for one. MaxPart is the longest
+	// part of patterns in one.
+	MaxReply = 4 << 10
+	MaxPart  = MaxReply - header
 	// header is what precedes the items of a message.
 	header = 8
 	// SegmentSize is the size of a segment, in bytes. Memory behind it is only
@@ -45,7 +50,7 @@ const (
 	Ref      Type = 4  // items: Loc
 	Unref    Type = 5  // items: Loc
 	Patterns Type = 6  // both ways. Argument: total length; body: the next part
-	Usage    Type = 7  // nothing
+	Usage    Type = 7  // argument: what bases have spared since the last, in bytes
 	Resemble Type = 10 // items: Sketched. An Offer that also asks for similar pages
 	Turn     Type = 9  // both ways, see the package comment. Argument: 0 or 1
 	Admin    Type = 8  // body: a command, "stats" or "drain"; instead of Hello
@@ -59,19 +64,28 @@ const (
 	Published Type = 71 // items: Place
 	Share     Type = 72 // items: uint64 of Sharing
 	Similar   Type = 74 // items: Place
+	Alone     Type = 75 // items: Loc
 	Report    Type = 73 // body: the answer to an Admin, JSON
 )
+
+// most is the length of the longest message of the type, in bytes.
+func (t Type) most() int {
+	if t >= Welcome && t != Report {
+		return MaxReply
+	}
+	return MaxMessage
+}
 
 // itemSize is the size of a type's items, or 0 if the body has any length.
 var itemSize = map[Type]int{
 	Hello: 0, Offer: PageSize, Publish: ContentSize, Ref: LocSize, Unref: LocSize, Patterns: 0, Usage: 0, Admin: 0, Turn: 0, Resemble: SketchedSize,
-	Welcome: 0, Refuse: 0, Index: 8, Segment: 0, Retire: 0, Want: PageSize, Published: PlaceSize, Share: 8, Report: 0, Similar: PlaceSize,
+	Welcome: 0, Refuse: 0, Index: 8, Segment: 0, Retire: 0, Want: PageSize, Published: PlaceSize, Share: 8, Report: 0, Similar: PlaceSize, Alone: LocSize,
 }
 
 var typeNames = map[Type]string{
 	Hello: "hello", Offer: "offer", Publish: "publish", Ref: "ref", Unref: "unref", Patterns: "patterns", Usage: "usage", Admin: "admin", Turn: "turn", Resemble: "resemble",
 	Welcome: "welcome", Refuse: "refuse", Index: "index", Segment: "segment", Retire: "retire", Want: "want",
-	Published: "published", Share: "share", Report: "report", Similar: "similar",
+	Published: "published", Share: "share", Report: "report", Similar: "similar", Alone: "alone",
 }
 
 // String returns the message's name.
@@ -105,7 +119,7 @@ func Parse(b []byte) (Message, error) {
 	if !ok {
 		return Message{}, fmt.Errorf("%w of unknown type %d", ErrMessage, b[0])
 	}
-	if b[1] != 0 || size == 0 && m.N != 0 || size != 0 && len(m.Body) != m.N*size {
+	if b[1] != 0 || size == 0 && m.N != 0 || size != 0 && len(m.Body) != m.N*size || len(b) > m.Type.most() {
 		return Message{}, fmt.Errorf("%w: %v with %d items in %d bytes", ErrMessage, m.Type, m.N, len(m.Body))
 	}
 	return m, nil
@@ -116,22 +130,23 @@ type Writer struct {
 	b    []byte
 	n    int
 	size int
+	most int
 }
 
 // Begin begins a message.
 func (w *Writer) Begin(t Type, arg uint32) {
 	if w.b == nil {
-		w.b = make([]byte, header, 4096)
+		w.b = make([]byte, header, 1024)
 	}
 	w.b = w.b[:header]
 	clear(w.b)
 	w.b[0] = byte(t)
 	binary.LittleEndian.PutUint32(w.b[4:], arg)
-	w.n, w.size = 0, itemSize[t]
+	w.n, w.size, w.most = 0, itemSize[t], t.most()
 }
 
 // Room is how many more items fit into the message.
-func (w *Writer) Room() int { return (MaxMessage - len(w.b)) / max(w.size, 1) }
+func (w *Writer) Room() int { return (w.most - len(w.b)) / max(w.size, 1) }
 
 // Len is how many items the message has.
 func (w *Writer) Len() int { return w.n }
@@ -247,10 +262,10 @@ func (l Loc) Segment() uint32 { return uint32(l >> 32) }
 // Offset is the byte offset in the segment.
 func (l Loc) Offset() uint64 { return uint64(uint32(l)) * Align }
 
-// Loc appends an item of Ref or Unref.
+// Loc appends an item of Ref, Unref or Alone.
 func (w *Writer) Loc(l Loc) { w.Uint64(uint64(l)) }
 
-// Loc returns item i of a Ref or Unref.
+// Loc returns item i of a Ref, Unref or Alone.
 func (m *Message) Loc(i int) Loc { return Loc(m.Uint64(i)) }
 
 // A Page is a page that a sandbox has offered. The cookie is what the sandbox
@@ -258,6 +273,10 @@ func (m *Message) Loc(i int) Loc { return Loc(m.Uint64(i)) }
 type Page struct {
 	Hash   Hash
 	Cookie uint32
+	// Base is set in a Want if nobody else is known to have the page, and it is
+	// to serve as a base: it takes its whole size from the pool, so that it is
+	// given only if it takes as much where it is.
+	Base bool
 }
 
 // PageSize is the size of a Page in a message.
@@ -267,20 +286,30 @@ const PageSize = HashSize + 8
 func (w *Writer) Page(p Page) {
 	w.b = append(w.b, p.Hash[:]...)
 	w.b = binary.LittleEndian.AppendUint32(w.b, p.Cookie)
-	w.b = append(w.b, 0, 0, 0, 0)
+	w.b = append(w.b, flag(p.Base), 0, 0, 0)
 	w.n++
+}
+
+func flag(b bool) byte {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // Page returns item i of an Offer or Want.
 func (m *Message) Page(i int) Page {
 	b := m.Body[i*PageSize:]
-	return Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])}
+	return Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:]), b[HashSize+4] == 1}
 }
 
 // A Sketched is a page that a sandbox has offered, with its sketch.
 type Sketched struct {
 	Page
 	Sketch dedup.Sketch
+	// Alone is set if the sandbox stores the page without a base: it may serve as
+	// one. Others only look for one.
+	Alone bool
 }
 
 // SketchedSize is the size of a Sketched in a message.
@@ -290,7 +319,7 @@ const SketchedSize = PageSize + 4*dedup.Features
 func (w *Writer) Sketched(s *Sketched) {
 	w.b = append(w.b, s.Hash[:]...)
 	w.b = binary.LittleEndian.AppendUint32(w.b, s.Cookie)
-	w.b = binary.LittleEndian.AppendUint32(w.b, uint32(s.Sketch.N))
+	w.b = append(w.b, byte(s.Sketch.N), flag(s.Alone), 0, 0)
 	for _, f := range s.Sketch.Feature {
 		w.b = binary.LittleEndian.AppendUint32(w.b, f)
 	}
@@ -300,8 +329,8 @@ func (w *Writer) Sketched(s *Sketched) {
 // Sketched returns item i of a Resemble. A sketch of too many features has none.
 func (m *Message) Sketched(i int) Sketched {
 	b := m.Body[i*SketchedSize:]
-	s := Sketched{Page: Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])}}
-	if n := binary.LittleEndian.Uint32(b[HashSize+4:]); n <= dedup.Features {
+	s := Sketched{Page: Page{Hash: Hash(b[:HashSize]), Cookie: binary.LittleEndian.Uint32(b[HashSize:])}, Alone: b[HashSize+5] == 1}
+	if n := b[HashSize+4]; n <= dedup.Features {
 		s.Sketch.N = int(n)
 	}
 	for j := range s.Sketch.Feature {
@@ -335,7 +364,7 @@ func (w *Writer) Content(c Content) {
 func (m *Message) Content(i int) Content {
 	b := m.Body[i*ContentSize:]
 	return Content{
-		Page:     Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])},
+		Page:     Page{Hash: Hash(b[:HashSize]), Cookie: binary.LittleEndian.Uint32(b[HashSize:])},
 		Template: binary.LittleEndian.Uint32(b[HashSize+4:]),
 		Data:     (*codec.Page)(b[HashSize+8:]),
 	}
@@ -359,7 +388,7 @@ func (w *Writer) Place(p Place) {
 // Place returns item i of a Published.
 func (m *Message) Place(i int) Place {
 	b := m.Body[i*PlaceSize:]
-	return Place{Page{Hash(b[:HashSize]), binary.LittleEndian.Uint32(b[HashSize:])}, Loc(binary.LittleEndian.Uint64(b[PageSize:]))}
+	return Place{Page{Hash: Hash(b[:HashSize]), Cookie: binary.LittleEndian.Uint32(b[HashSize:])}, Loc(binary.LittleEndian.Uint64(b[PageSize:]))}
 }
 
 // Sharing is what a sandbox costs the pool, in bytes.

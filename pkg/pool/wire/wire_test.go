@@ -21,11 +21,12 @@ func TestItems(t *testing.T) {
 			copy(h[:], rapid.SliceOfN(rapid.Byte(), HashSize, HashSize).Draw(t, "hash"))
 			return h
 		}
-		page := Page{hash(), rapid.Uint32().Draw(t, "cookie")}
+		page := Page{hash(), rapid.Uint32().Draw(t, "cookie"), rapid.Bool().Draw(t, "base")}
 		data := new(codec.Page)
 		data[rapid.IntRange(0, len(data)-1).Draw(t, "at")] = 7
-		place := Place{page, Loc(rapid.Uint64().Draw(t, "loc"))}
-		content := Content{page, rapid.Uint32().Draw(t, "template"), data}
+		place := Place{Page{Hash: page.Hash, Cookie: page.Cookie}, Loc(rapid.Uint64().Draw(t, "loc"))}
+		plain := Page{Hash: page.Hash, Cookie: page.Cookie}
+		content := Content{plain, rapid.Uint32().Draw(t, "template"), data}
 		n := rapid.IntRange(0, 10).Draw(t, "n")
 
 		var w Writer
@@ -54,7 +55,7 @@ func TestItems(t *testing.T) {
 		for i := range n {
 			require.Equal(t, place.Loc, ref.Loc(i))
 		}
-		sketched := Sketched{Page: page, Sketch: dedup.Sketch{Feature: [dedup.Features]uint32{1, 2, 3}, N: rapid.IntRange(0, dedup.Features).Draw(t, "features")}}
+		sketched := Sketched{Page: plain, Alone: rapid.Bool().Draw(t, "alone"), Sketch: dedup.Sketch{Feature: [dedup.Features]uint32{1, 2, 3}, N: rapid.IntRange(0, dedup.Features).Draw(t, "features")}}
 		resemble := make(Resemble, func() { w.Sketched(&sketched) })
 		for i := range n {
 			require.Equal(t, sketched, resemble.Sketched(i))
@@ -73,14 +74,19 @@ func TestRoom(t *testing.T) {
 		Publish:   func(w *Writer) { w.Content(Content{Data: data}) },
 		Published: func(w *Writer) { w.Place(Place{}) },
 		Unref:     func(w *Writer) { w.Loc(0) },
+		Alone:     func(w *Writer) { w.Loc(0) },
 	} {
 		var w Writer
 		w.Begin(typ, 0)
 		for w.Room() > 0 {
 			item(&w)
 		}
-		require.LessOrEqual(t, len(w.Bytes()), MaxMessage)
-		require.Greater(t, len(w.Bytes())+itemSize[typ], MaxMessage)
+		most := MaxMessage
+		if typ == Published || typ == Alone {
+			most = MaxReply
+		}
+		require.LessOrEqual(t, len(w.Bytes()), most)
+		require.Greater(t, len(w.Bytes())+itemSize[typ], most)
 		_, err := Parse(w.Bytes())
 		require.NoError(t, err)
 	}
@@ -97,7 +103,7 @@ func TestGreeting(t *testing.T) {
 	require.Equal(t, g, got)
 
 	for change, want := range map[string]func(g *Greeting){
-		"version 2":           func(g *Greeting) { g.Version = 2 },
+		"version 1":           func(g *Greeting) { g.Version = 1 },
 		"domain of 0 bytes":   func(g *Greeting) { g.Domain = "" },
 		"domain of 129 bytes": func(g *Greeting) { g.Domain = strings.Repeat("x", MaxDomain+1) },
 	} {
