@@ -105,6 +105,29 @@ func TestBadRegistrations(t *testing.T) {
 	require.NoFileExists(t, half, "nobody is")
 }
 
+// TestEndedForeign: only a registration that is where it belongs is removed, whatever a
+// container's state says.
+func TestEndedForeign(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "pool.sock")
+	r := registration(t, "/run", "one")
+	r.Process.PID = 1 << 30 // has ended
+	require.NoError(t, r.Write(socket))
+	b, err := os.ReadFile(r.path(socket))
+	require.NoError(t, err)
+	for _, name := range []string{
+		filepath.Join(t.TempDir(), "fstab"),
+		filepath.Join(Folder(socket), "two.00000000.json"),
+	} {
+		for _, content := range [][]byte{[]byte("no registration"), b} {
+			require.NoError(t, os.WriteFile(name, content, 0o600))
+			Ended(name)
+			require.FileExists(t, name)
+		}
+	}
+	Ended(r.path(socket))
+	require.NoFileExists(t, r.path(socket))
+}
+
 // TestStale: what a sandbox leaves that ends without being deleted is recognised.
 func TestStale(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "pool.sock")

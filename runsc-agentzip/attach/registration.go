@@ -156,13 +156,25 @@ func (r *Registration) Remove(socket string) error {
 }
 
 // Ended implements sandbox.AgentzipEnded: it removes the registration in the file name,
-// unless it is that of another sandbox with the same ID, which lives.
+// unless it is that of another sandbox with the same ID, which lives. What is no
+// registration, or not where it belongs, stays: name is from a file that somebody may
+// have changed.
 func Ended(name string) {
 	r, err := readRegistration(name)
-	if err == nil && !r.Process.gone() || errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, fs.ErrNotExist) {
 		return
 	}
-	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err == nil {
+		socket, ok := strings.CutSuffix(filepath.Dir(name), Folder(""))
+		if !ok || r.path(socket) != name {
+			err = fmt.Errorf("%s: not the registration of sandbox %q", name, r.Name)
+		} else if !r.Process.gone() {
+			return
+		} else if err = os.Remove(name); errors.Is(err, fs.ErrNotExist) {
+			return
+		}
+	}
+	if err != nil {
 		log.Warningf("agentzip: the page pool still knows a sandbox that was deleted: %v", err)
 	}
 }

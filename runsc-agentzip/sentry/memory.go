@@ -106,12 +106,13 @@ func (s *scarcity) admit(t task, sysno uintptr, held interface{ HeldBytes() (uin
 }
 
 // freesMemory tells whether a system call can give memory back, or end who has it, and
-// takes none itself: what brk and mremap add is only given by faults.
+// as a rule takes none itself: what brk and mremap add is given by faults, unless the
+// task has all its future memory locked.
 func freesMemory(sysno uintptr) bool {
 	switch sysno {
 	case unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_MREMAP, unix.SYS_BRK, unix.SYS_MUNLOCK, unix.SYS_MUNLOCKALL,
 		unix.SYS_SHMDT, unix.SYS_SHMCTL,
-		unix.SYS_CLOSE, unix.SYS_CLOSE_RANGE, unix.SYS_UNLINKAT, unix.SYS_TRUNCATE, unix.SYS_FTRUNCATE, unix.SYS_UMOUNT2,
+		unix.SYS_CLOSE, unix.SYS_CLOSE_RANGE, unix.SYS_DUP3, unix.SYS_UNLINKAT, unix.SYS_RENAMEAT2, unix.SYS_TRUNCATE, unix.SYS_FTRUNCATE, unix.SYS_UMOUNT2,
 		unix.SYS_EXIT, unix.SYS_EXIT_GROUP, unix.SYS_KILL, unix.SYS_TKILL, unix.SYS_TGKILL:
 		return true
 	}
@@ -178,6 +179,10 @@ func (d *driver) relieve() {
 	pause := took * reliefPause
 	if s.idle {
 		pause = took
+		if process.scarce.gauge.Load().Read().Above != 0 && before < manyBytes {
+			// Others have filled the cgroup, and will for a while.
+			pause = futilePause
+		}
 	}
 	s.evictions.Add(1)
 	s.notBefore = time.Now().Add(pause)

@@ -86,11 +86,14 @@ func TestAdmit(t *testing.T) {
 	use(1000 << 20)
 	require.GreaterOrEqual(t, s.admitted(&none, unix.SYS_MMAP, much), throttleMax)
 	// It is over when there is room again, or when what there was has been evicted.
+	done := make(chan struct{})
 	go func() {
+		defer close(done)
 		time.Sleep(20 * time.Millisecond)
 		use(10 << 20)
 	}()
 	require.Less(t, s.admitted(&none, unix.SYS_WRITE, much), throttleMax)
+	<-done
 	use(1000 << 20)
 	go func() {
 		for range throttlePasses {

@@ -39,15 +39,25 @@ func attachTo(t *testing.T, p *pacer) int {
 
 // want asks for n pages and waits until the pacer knows.
 func want(t *testing.T, p *pacer, fd, n int) {
-	var w wire.Writer
-	w.Begin(wire.Want, 0)
-	for i := range n {
-		w.Page(wire.Page{Hash: wire.Hash{1}, Cookie: uint32(i)})
-	}
-	require.NoError(t, wire.Send(fd, w.Bytes(), -1))
+	ask(t, fd, n)
 	for p.waiting() < n {
 		<-p.Ready()
 	}
+}
+
+// ask asks for pages 0 to n, in messages as long as they may be.
+func ask(t *testing.T, fd, n int) {
+	var w wire.Writer
+	for i := range n {
+		if i == 0 || w.Room() == 0 {
+			if i != 0 {
+				require.NoError(t, wire.Send(fd, w.Bytes(), -1))
+			}
+			w.Begin(wire.Want, 0)
+		}
+		w.Page(wire.Page{Hash: wire.Hash{1}, Cookie: uint32(i)})
+	}
+	require.NoError(t, wire.Send(fd, w.Bytes(), -1))
 }
 
 func (p *pacer) waiting() int {
@@ -141,12 +151,7 @@ func TestPacerNewConnection(t *testing.T) {
 	require.Zero(t, p.waiting())
 
 	for n := 1000; n <= maxBacklog; n += 1000 {
-		var w wire.Writer
-		w.Begin(wire.Want, 0)
-		for range 1000 {
-			w.Page(wire.Page{})
-		}
-		require.NoError(t, wire.Send(fd, w.Bytes(), -1))
+		ask(t, fd, 1000)
 		for p.waiting() < n {
 			<-p.Ready()
 		}

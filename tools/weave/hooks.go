@@ -278,8 +278,12 @@ var edits = []Edit{
 	AgentzipRegistration string ` + "`json:\"agentzipRegistration,omitempty\"`" + `
 `},
 	{File: "runsc/container/container.go", Decl: "Container.Destroy",
-		Anchor: "if sb != nil && sb.IsRootContainer(c.ID) {", Where: After, Text: `
-		sb.AgentzipDestroyed()`},
+		Anchor: "if err := c.Saver.Destroy(); err != nil {", Where: Before, Text: `
+	// Before a sandbox of the same ID may start.
+	if sb != nil && sb.IsRootContainer(c.ID) {
+		sb.AgentzipDestroyed()
+	}
+`},
 	{File: "runsc/boot/controller.go", Decl: "controller.registerHandlers",
 		Anchor: "c.srv.Register(&debug{})", Where: After, Text: `
 	if AgentzipControl != nil {

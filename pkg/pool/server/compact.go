@@ -33,7 +33,7 @@ func (d *domain) maintain(now stamp, pressed bool) bool {
 	d.pressed = false
 	d.expire(now)
 	d.tellAlone(now)
-	again := len(d.pending) > 0 || d.alone > 0 || d.parts > 0 || len(d.conns) == 0 || now <= d.event+d.s.keep+encoderIdle
+	again := len(d.pending) > 0 || d.alone > 0 && !d.s.drained.Load() || d.parts > 0 || len(d.conns) == 0 || now <= d.event+d.s.keep+encoderIdle
 	idle := now > d.event+encoderIdle
 	d.mu.Unlock()
 
