@@ -82,8 +82,9 @@ const (
 	slabLeaves = PageSize / (leafPages * 8)
 	// groupPages is how many pages are visited together.
 	groupPages = 512
-	// blockPages is how many pages a block of the directory covers, 64 MiB in 8 KiB.
-	blockPages = 1 << 14
+	// blockPages is how many pages a block of the directory covers, 8 MiB in 1 KiB: a
+	// memory file is used in places far apart.
+	blockPages = 1 << 11
 	// tableChunk is how many pages the table grows by: 1 GiB of file, which is the
 	// unit that the memory file grows by.
 	tableChunk = 1 << 18
