@@ -101,7 +101,7 @@ func TestTableMemory(t *testing.T) {
 	defer tab.close()
 	const n = 60000
 	tab.extend(n)
-	require.LessOrEqual(t, tab.heldBytes(), uint64(200))
+	require.LessOrEqual(t, tab.heldBytes(), uint64(1<<10), "of the first GiB")
 	tab.adopt(100, 100+n)
 	held := tab.heldBytes()
 	require.LessOrEqual(t, held, uint64(n/2+16384))
