@@ -411,30 +411,28 @@ func diff(a, b uint64) uint64 { return max(a, b) - min(a, b) }
 
 // grown says in what way a sandbox has grown between early waits and late ones, or "".
 // Of each part it compares the medians. Memory may be 1 MiB or 5 % more: what a garbage
-// collection leaves is not the same each time. The Sentry's may be 2 MiB more, since the
-// tables fill up that the Go runtime keeps of the places where memory was allocated, and
-// it takes memory in pieces of a quarter of a MiB and more. Measured, in KiB: 8495 after
+// collection leaves is not the same each time, and the tables fill up that the Go
+// runtime keeps of the places where memory was allocated. Measured, in KiB: 8495 after
 // 100 short processes, 8531 after 400, 9722 after 700, 9589 after 1,000; in another run
 // 9453 after 2,100, 10397 after 16,100, 10343 after 20,100, with as many live objects in
-// the heap from the second burst on. There may be no more
-// processes or descriptors, and of threads only as many as the Go runtime of one sandbox
-// makes when the machine is busy.
+// the heap from the second burst on. So early waits are those after a warm-up. There may
+// be no more processes or descriptors, and of threads only as many as the Go runtime of
+// one sandbox makes when the machine is busy.
 func grown(early, late []cost) string {
 	var out []string
 	for _, p := range []struct {
-		name  string
-		of    func(cost) uint64
-		slack uint64
+		name string
+		of   func(cost) uint64
 	}{
-		{"the Sentry's memory", func(c cost) uint64 { return c.anon }, 2 << 20},
-		{"the gofer's memory", func(c cost) uint64 { return c.gofer }, 1 << 20},
-		{"the stubs' memory", func(c cost) uint64 { return c.stubs }, 1 << 20},
-		{"other memory files", func(c cost) uint64 { return c.memfds }, 1 << 20},
-		{"page tables", func(c cost) uint64 { return c.pageTables }, 1 << 20},
-		{"guest memory", func(c cost) uint64 { return c.guest }, 1 << 20},
+		{"the Sentry's memory", func(c cost) uint64 { return c.anon }},
+		{"the gofer's memory", func(c cost) uint64 { return c.gofer }},
+		{"the stubs' memory", func(c cost) uint64 { return c.stubs }},
+		{"other memory files", func(c cost) uint64 { return c.memfds }},
+		{"page tables", func(c cost) uint64 { return c.pageTables }},
+		{"guest memory", func(c cost) uint64 { return c.guest }},
 	} {
 		before, after := median(early, p.of), median(late, p.of)
-		if after > before+max(p.slack, before/20) {
+		if after > before+max(1<<20, before/20) {
 			out = append(out, fmt.Sprintf("%s by %d KiB", p.name, (after-before)>>10))
 		}
 	}
