@@ -105,6 +105,9 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 		if err == nil {
 			err = b.writeOut(marked, opts.Tier, stop, &res)
 		}
+		if err == nil {
+			b.history.Seal()
+		}
 		if p := b.pool.Load(); p != nil {
 			p.Flush()
 		}

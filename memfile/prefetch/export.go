@@ -51,7 +51,7 @@ func (h *History) Export(template Digest, limit int) []byte {
 	defer h.learn.Unlock()
 	ps, size := h.patterns, len(exportMagic)+len(template)+4+8
 	for k := len(ps) - 1; k >= 0; k-- {
-		if size += 4 + min(len(ps[k].groups), exportGroups)*groupSize; size > limit {
+		if size += 4 + min(ps[k].len(), exportGroups)*groupSize; size > limit {
 			ps = ps[k+1:]
 			break
 		}
@@ -60,16 +60,16 @@ func (h *History) Export(template Digest, limit int) []byte {
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(ps)))
 	for _, p := range ps {
 		var ns []uint64
-		for n := range p.groups {
+		p.each(func(n uint64, _, _ uint32) {
 			if n < groupNumbers {
 				ns = append(ns, n)
 			}
-		}
+		})
 		slices.Sort(ns)
 		ns = ns[:min(len(ns), exportGroups)]
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(ns)))
 		for _, n := range ns {
-			m := p.groups[n]
+			m, _ := p.group(n)
 			b = binary.LittleEndian.AppendUint64(b, n)
 			b = binary.LittleEndian.AppendUint32(b, m.order)
 			for _, w := range m.pages {
@@ -126,7 +126,7 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 		if n > exportGroups || uint64(len(body)) < uint64(n)*uint64(groupSize) {
 			return nil, fmt.Errorf("exported patterns are malformed: %d groups in %d bytes", n, len(body))
 		}
-		p := &Pattern{groups: make(map[uint64]*memory, n)}
+		p := &Pattern{open: make(map[uint64]*memory, n)}
 		last := uint64(0)
 		for i := range n {
 			no := binary.LittleEndian.Uint64(body)
@@ -139,9 +139,10 @@ func parse(b []byte, template Digest) ([]*Pattern, error) {
 				m.pages[j] = binary.LittleEndian.Uint64(body[12+8*j:])
 				m.same[j] = binary.LittleEndian.Uint64(body[12+8*(len(m.pages)+j):])
 			}
-			p.groups[no] = m
+			p.open[no] = m
 			body = body[groupSize:]
 		}
+		p.seal()
 		ps = append(ps, p)
 	}
 	if len(body) != 0 {

@@ -132,7 +132,7 @@ func (h *History) Same(first uint64, pages uint64) {
 	last := h.patterns[len(h.patterns)-1]
 	for ; pages != 0; pages &= pages - 1 {
 		p := first + uint64(bits.TrailingZeros64(pages))
-		if m := last.groups[p/GroupPages]; m != nil && !m.wrote.has(p%GroupPages) {
+		if m := last.open[p/GroupPages]; m != nil && !m.wrote.has(p%GroupPages) {
 			m.same.set(p % GroupPages)
 		}
 	}
@@ -198,13 +198,9 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 			entries = append(entries, entry{n, order})
 		}
 	}
-	for n, m := range h.patterns[best].groups {
-		list(n, m.order)
-	}
+	h.patterns[best].each(func(n uint64, order, _ uint32) { list(n, order) })
 	for _, p := range h.patterns {
-		for n := range p.groups {
-			list(n, math.MaxUint32)
-		}
+		p.each(func(n uint64, _, _ uint32) { list(n, math.MaxUint32) })
 	}
 	slices.SortFunc(entries, func(a, b entry) int {
 		if a.order != b.order {
@@ -312,14 +308,13 @@ func (h *History) believe() []float64 {
 	have := make([]map[uint64]uint32, len(h.patterns))
 	size := make([]float64, len(h.patterns))
 	for k, p := range h.patterns {
-		have[k] = make(map[uint64]uint32, len(p.groups))
-		for n, m := range p.groups {
-			u := m.pages.units()
+		have[k] = make(map[uint64]uint32, p.len())
+		p.each(func(n uint64, _, u uint32) {
 			have[k][n] = u
 			all[n] |= u
 			// What has been predicted does not fault any more.
 			size[k] += float64(bits.OnesCount32(u &^ predicted[n]))
-		}
+		})
 	}
 	units := 0.0
 	for _, u := range all {
@@ -359,22 +354,26 @@ func (h *History) believe() []float64 {
 //
 // Preconditions: h.learn is locked.
 func (h *History) likely(n uint64, belief []float64, threshold float64) (mask, same bitmap) {
-	var ms []*memory
+	var ms []memory
 	var ws []float64
 	for k, b := range belief {
-		if m := h.patterns[k].groups[n]; m != nil && b >= negligible {
+		if b < negligible {
+			continue
+		}
+		if m, ok := h.patterns[k].group(n); ok {
 			ms, ws = append(ms, m), append(ws, b)
 		}
 	}
 	for i := range mask {
 		some := uint64(0)
-		for _, m := range ms {
-			some |= m.pages[i]
+		for k := range ms {
+			some |= ms[k].pages[i]
 		}
 		for ; some != 0; some &= some - 1 {
 			bit := some & -some
 			sum, left := 0.0, 0.0
-			for k, m := range ms {
+			for k := range ms {
+				m := &ms[k]
 				if m.pages[i]&bit != 0 {
 					sum += ws[k]
 					if m.same[i]&bit != 0 {
@@ -397,9 +396,24 @@ func (h *History) likely(n uint64, belief []float64, threshold float64) (mask, s
 func (h *History) EndStep() {
 	h.learn.Lock()
 	defer h.learn.Unlock()
-	if p := h.finishStep(); len(p.groups) != 0 {
+	if p := h.finishStep(); p.len() != 0 {
+		h.sealLast()
 		h.patterns = append(h.patterns, p)
 		h.patterns = slices.Delete(h.patterns, 0, max(len(h.patterns)-MaxPatterns, 0))
+	}
+}
+
+// Seal tells that all pages were looked at that the step which ended last has left:
+// Same has no more to say of it.
+func (h *History) Seal() {
+	h.learn.Lock()
+	defer h.learn.Unlock()
+	h.sealLast()
+}
+
+func (h *History) sealLast() {
+	if n := len(h.patterns); n != 0 {
+		h.patterns[n-1].seal()
 	}
 }
 
@@ -413,7 +427,7 @@ func (h *History) Recent(n uint64) func(page uint64) bool {
 	defer h.learn.Unlock()
 	var m bitmap
 	for _, p := range h.patterns[max(len(h.patterns)-recentSteps, 0):] {
-		if g := p.groups[n]; g != nil {
+		if g, ok := p.group(n); ok {
 			for i := range m {
 				m[i] |= g.pages[i]
 			}
@@ -427,7 +441,7 @@ func (h *History) Recent(n uint64) func(page uint64) bool {
 func (h *History) finishStep() *Pattern {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	step := &Pattern{groups: make(map[uint64]*memory, len(h.groups))}
+	step := &Pattern{open: make(map[uint64]*memory, len(h.groups))}
 	sampled, used := 0, 0
 	for n, g := range h.groups {
 		// What was predicted and not seen to be used comes last.
@@ -447,7 +461,7 @@ func (h *History) finishStep() *Pattern {
 			}
 		}
 		if m.pages != (bitmap{}) {
-			step.groups[n] = m
+			step.open[n] = m
 		}
 	}
 	h.total.Sampled += uint64(sampled)
@@ -471,12 +485,12 @@ func (h *History) Quality() Quality {
 // MetadataBytes is about how much memory the History takes.
 func (h *History) MetadataBytes() uint64 {
 	h.learn.Lock()
-	n := 0
+	n := uint64(0)
 	for _, p := range h.patterns {
-		n += len(p.groups)
+		n += p.bytes()
 	}
 	h.learn.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return uint64(n)*200 + uint64(len(h.groups))*220 + uint64(len(h.evidence))*40
+	return n + uint64(len(h.groups))*220 + uint64(len(h.evidence))*40
 }
