@@ -250,6 +250,7 @@ func newControl(k *kernel.Kernel, conf *config.Config) any {
 		prefetch:       conf.AgentzipPrefetch == "on",
 		trimAfter:      conf.AgentzipTrimAfter,
 		deepenAfter:    conf.AgentzipDeepenAfter,
+		pageoutAfter:   conf.AgentzipPageoutAfter,
 		testEvictEvery: conf.AgentzipTestEvictEvery,
 	})
 	process.driver = d

@@ -61,6 +61,9 @@ type driver struct {
 	// hinted has room for one hint that somebody gave.
 	hinted chan phase.Hint
 
+	// collector is held off while the heap is swapped out.
+	collector collector
+
 	// mu protects det, and what statistics say of the phase. It is a leaf.
 	mu      sync.Mutex
 	det     *phase.Detector
@@ -72,7 +75,7 @@ type driver struct {
 
 // settings are the driver's share of the configuration.
 type settings struct {
-	idle, settle, trimAfter, deepenAfter, testEvictEvery time.Duration
+	idle, settle, trimAfter, deepenAfter, pageoutAfter, testEvictEvery time.Duration
 
 	prefetch bool
 }
@@ -90,6 +93,16 @@ func newDriver(k *kernel.Kernel, f *pgalloc.MemoryFile, b *memfile.Backend, t *t
 // halt ends the driver's goroutines.
 func (d *driver) halt() {
 	d.stopOnce.Do(func() { close(d.stop) })
+	d.collector.release()
+}
+
+func (d *driver) halted() bool {
+	select {
+	case <-d.stop:
+		return true
+	default:
+		return false
+	}
 }
 
 // sample looks at the sandbox.
@@ -113,6 +126,8 @@ func (d *driver) enter(waiting bool, why string) {
 	d.waiting, d.why, d.since = waiting, why, now
 	if waiting {
 		d.waits++
+	} else {
+		d.collector.release()
 	}
 	// What was hinted at has happened.
 	select {
@@ -305,7 +320,7 @@ func (d *driver) run() {
 		// Until it was given back the time goes on: what timers do does not put it
 		// off for ever.
 		if worked || quiet.trimmed {
-			quiet.waits, quiet.trimmed = time.Now(), false
+			quiet.waits, quiet.trimmed, quiet.pagedOut = time.Now(), false, false
 		}
 		if worked {
 			quiet.notTrim = time.Time{}
@@ -473,6 +488,8 @@ type quietTime struct {
 	// garbage as well. trimmed is set when it was given back.
 	waits   time.Time
 	trimmed bool
+	// pagedOut is set when the host was asked to swap the Sentry's heap out.
+	pagedOut bool
 	// notTrim is when garbage may be given back again that a task has made which
 	// only a timer woke.
 	notTrim time.Time
@@ -512,7 +529,29 @@ func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time)
 			}, at
 		}
 	}
+	// The last of all: whatever else is done needs the heap.
+	if after := d.conf.pageoutAfter; work == nil && after != 0 && !q.pagedOut {
+		return func(stop func() bool) {
+			q.pagedOut = true
+			d.pageOut(stop)
+		}, q.waits.Add(after)
+	}
 	return work, due
+}
+
+// pageOut has the host swap the Sentry's heap out, until the wait is over.
+func (d *driver) pageOut(stop func() bool) {
+	start := time.Now()
+	d.mu.Lock()
+	if d.waiting {
+		d.collector.hold()
+	}
+	d.mu.Unlock()
+	if d.halted() {
+		d.collector.release()
+	}
+	pageOut(stop)
+	log.Debugf("agentzip: had the host swap out the Sentry's heap in %v", time.Since(start))
 }
 
 func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due time.Time) {

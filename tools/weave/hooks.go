@@ -344,6 +344,7 @@ const agentzipConfigFields = `
 	AgentzipSettle         time.Duration ` + "`flag:\"agentzip-settle\"`" + `
 	AgentzipDeepenAfter    time.Duration ` + "`flag:\"agentzip-deepen-after\"`" + `
 	AgentzipTrimAfter      time.Duration ` + "`flag:\"agentzip-trim-after\"`" + `
+	AgentzipPageoutAfter   time.Duration ` + "`flag:\"agentzip-pageout-after\"`" + `
 	AgentzipMapUnit        uint          ` + "`flag:\"agentzip-map-unit\"`" + `
 	AgentzipWorkers        uint          ` + "`flag:\"agentzip-workers\"`" + `
 	AgentzipStoreMax       uint          ` + "`flag:\"agentzip-store-max\"`" + `

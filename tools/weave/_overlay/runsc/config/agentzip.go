@@ -52,6 +52,7 @@ func registerAgentzipFlags(flagSet *flag.FlagSet) {
 	flagSet.Duration("agentzip-settle", 20*time.Millisecond, "how long pages stay unmapped before they are written out; pages touched meanwhile are cheap to keep.")
 	flagSet.Duration("agentzip-trim-after", 2*time.Second, "how long a wait lasts before the Sentry's own unused heap is given back to the host; 0 is never.")
 	flagSet.Duration("agentzip-deepen-after", 2*time.Second, "how long a wait lasts before what was stored in a quick form is compressed harder; 0 compresses hard at once.")
+	flagSet.Duration("agentzip-pageout-after", 0, "how long a wait lasts before the host is asked to move the Sentry's own heap to swap, if it has any; 0 is never.")
 	flagSet.Uint("agentzip-map-unit", 64<<10, "bytes restored and mapped together by a fault on evicted memory: a power of two from 4096 to 2097152.")
 	flagSet.Uint("agentzip-workers", 1, "goroutines that compress during an eviction, 1 to 64.")
 	flagSet.Uint("agentzip-store-max", 0, "largest size in bytes of the compressed store; 0 is no limit.")
@@ -78,6 +79,7 @@ func (c *Config) ValidateAgentzip() error {
 		{"agentzip-settle", c.AgentzipSettle},
 		{"agentzip-trim-after", c.AgentzipTrimAfter},
 		{"agentzip-deepen-after", c.AgentzipDeepenAfter},
+		{"agentzip-pageout-after", c.AgentzipPageoutAfter},
 		{"agentzip-test-evict-every", c.AgentzipTestEvictEvery},
 	} {
 		if d.v < 0 {

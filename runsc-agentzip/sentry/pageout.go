@@ -1,0 +1,103 @@
+package sentry
+
+import (
+	"runtime/debug"
+	"runtime/metrics"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// A wait that lasts may have the host swap the Sentry's own heap out
+// (--agentzip-pageout-after): some 10 MiB of which a sandbox that waits uses nothing.
+// What of it a step wants comes back by page faults of some 10 us each and more. It
+// is off by default, because it takes swap that is fast, such as zram, and because
+// the operator has to want swap at all.
+//
+// A collection would bring all of the heap back, and the runtime starts one every two
+// minutes at the latest. So there is none until the wait is over, or until the heap
+// has grown by heapSlack.
+
+// heapSlack is by how much the heap may grow while nothing collects garbage, in bytes.
+const heapSlack = 16 << 20
+
+// arenaSize is how much address space the runtime takes for its heap at once, on every
+// 64-bit Linux. It is aligned.
+const arenaSize = 64 << 20
+
+// maxArenas is how many arenas are looked for on either side of a known one.
+const maxArenas = 1024
+
+// pageoutSlice is how much is swapped out between two questions whether to stop.
+const pageoutSlice = 2 << 20
+
+// heapArenas returns the lowest address of the heap's arenas, as far as they are
+// neighbours of the one that new objects are in, and how many bytes they have.
+func heapArenas() (start uintptr, size uintptr) {
+	known := uintptr(unsafe.Pointer(&make([]byte, 1<<16)[0])) &^ (arenaSize - 1)
+	mapped := func(arena uintptr) bool {
+		var vec [1]byte
+		_, _, errno := unix.RawSyscall(unix.SYS_MINCORE, arena, 4096, uintptr(unsafe.Pointer(&vec)))
+		return errno == 0
+	}
+	start, end := known, known+arenaSize
+	for range maxArenas {
+		if start < arenaSize || !mapped(start-arenaSize) {
+			break
+		}
+		start -= arenaSize
+	}
+	for range maxArenas {
+		if !mapped(end) {
+			break
+		}
+		end += arenaSize
+	}
+	return start, end - start
+}
+
+// pageOut has the host swap the heap out. It does nothing where there is no swap, and
+// does not fail: what the host does not take stays.
+func pageOut(stop func() bool) {
+	start, size := heapArenas()
+	for off := uintptr(0); off < size && !stop(); off += pageoutSlice {
+		// Gaps and memory that is in use elsewhere are left out by the kernel.
+		_, _, _ = unix.Syscall(unix.SYS_MADVISE, start+off, pageoutSlice, unix.MADV_PAGEOUT)
+	}
+}
+
+// A collector holds the garbage collector off. Its zero value does not.
+type collector struct {
+	// mu protects the rest. It is a leaf.
+	mu      sync.Mutex
+	held    bool
+	percent int
+	limit   int64
+}
+
+// hold holds it off until release, or until there is heapSlack more to collect.
+func (c *collector) hold() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.held {
+		return
+	}
+	total := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
+	metrics.Read(total)
+	c.held = true
+	c.limit = debug.SetMemoryLimit(int64(total[0].Value.Uint64()-total[1].Value.Uint64()) + heapSlack)
+	c.percent = debug.SetGCPercent(-1)
+}
+
+// release lets it go on as before.
+func (c *collector) release() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.held {
+		return
+	}
+	c.held = false
+	debug.SetGCPercent(c.percent)
+	debug.SetMemoryLimit(c.limit)
+}
