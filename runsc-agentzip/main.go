@@ -30,7 +30,11 @@ func main() {
 	// The sandbox process is this binary again ("boot"), so what is registered
 	// here reaches the Sentry.
 	sentry.Register()
-	maincli.ExtraCommands = map[util.SubCommand]string{new(cmd.Agentzip): "agentzip"}
+	maincli.ExtraCommands = map[util.SubCommand]string{
+		new(cmd.Agentzip):  "agentzip",
+		new(cmd.Install):   "helpers",
+		new(cmd.Uninstall): "helpers",
+	}
 	maincli.Main()
 }
 

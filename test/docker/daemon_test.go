@@ -85,17 +85,8 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 		return err
 	})
 
-	type runtimeEntry struct {
-		Path string   `json:"path"`
-		Args []string `json:"runtimeArgs"`
-	}
 	if err := os.Mkdir(d.path("runsc-logs"), 0o755); err != nil {
 		t.Fatal(err)
-	}
-	args := []string{"--network=none", "--platform=systrap", "--debug-log=" + d.path("runsc-logs") + "/"}
-	runtimes := map[string]runtimeEntry{runtimeName: {d.runtime, args}}
-	if d.patched {
-		runtimes[runtimeOffName] = runtimeEntry{d.runtime, append(slices.Clone(args), "--agentzip=off")}
 	}
 	config, err := json.MarshalIndent(map[string]any{
 		"hosts":      []string{"unix://" + d.path("docker.sock")},
@@ -103,7 +94,6 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 		"data-root":  d.path("data"),
 		"exec-root":  d.path("exec"),
 		"pidfile":    d.path("docker.pid"),
-		"runtimes":   runtimes,
 		// docker checkpoint is an experimental command.
 		"experimental": true,
 		// No network at all: nothing to leave behind in the host's tables.
@@ -120,12 +110,37 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 		t.Fatal(err)
 	}
 	d.write(t, "daemon.json", string(config))
+	d.install(t, runtimeName)
+	if d.patched {
+		d.install(t, runtimeOffName, "--agentzip=off")
+	}
 	d.start(t, "dockerd", "--config-file", d.path("daemon.json"))
 	d.await(t, "dockerd", func() error {
 		_, err := d.output(d.docker, "version")
 		return err
 	})
 	return d
+}
+
+// install enters the runtime into daemon.json under a name, with these flags and those
+// of all runtimes of the test.
+func (d *daemon) install(t *testing.T, name string, flags ...string) {
+	t.Helper()
+	d.mustOutput(t, d.runtime, append(d.installArgs(name), flags...)...)
+}
+
+func (d *daemon) installArgs(name string) []string {
+	return []string{"install", "--config_file=" + d.path("daemon.json"), "--runtime=" + name, "--",
+		"--network=none", "--platform=systrap", "--debug-log=" + d.path("runsc-logs") + "/"}
+}
+
+// reload has dockerd read daemon.json again.
+func (d *daemon) reload(t *testing.T) {
+	t.Helper()
+	p := d.procs[len(d.procs)-1]
+	if err := p.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func (d *daemon) path(name string) string          { return filepath.Join(d.work, name) }

@@ -60,7 +60,9 @@ func TestDocker(t *testing.T) {
 		{"Files", func(t *testing.T) { testFiles(t, d) }},
 		{"ExecAndPause", func(t *testing.T) { testExecAndPause(t, d) }},
 		{"HoldCheckpointRestore", func(t *testing.T) { testHold(t, d) }},
+		{"Copy", func(t *testing.T) { testCopy(t, d) }},
 		{"RunArgsOff", func(t *testing.T) { testRunArgsOff(t, d) }},
+		{"Install", func(t *testing.T) { testInstall(t, d) }},
 		{"Annotation", func(t *testing.T) { testAnnotation(t, d, rootfs) }},
 	} {
 		if ctx.Err() != nil {
@@ -272,6 +274,89 @@ func testRunArgsOff(t *testing.T, d *daemon) {
 	time.Sleep(2 * time.Second)
 	d.mustVerify(t, id, 1)
 	d.mustOutput(t, d.docker, "rm", "--force", id)
+}
+
+// testCopy copies a file into a container. Out of one, see testInstall.
+func testCopy(t *testing.T, d *daemon) {
+	d.write(t, "to-copy", "copied in")
+	id := strings.TrimSpace(d.mustOutput(t, d.docker, "create", "--network", "none", "--runtime", runtimeName,
+		imageName, "cat", "/root/copy"))
+	d.mustOutput(t, d.docker, "cp", d.path("to-copy"), id+":/root/copy")
+	if got := d.mustOutput(t, d.docker, "start", "--attach", id); strings.TrimSpace(got) != "copied in" {
+		t.Errorf("the container reads %q from the file that was copied into it", got)
+	}
+	d.mustOutput(t, d.docker, "rm", "--force", id)
+}
+
+// testInstall has daemon.json changed while dockerd runs: a second runtime with other
+// flags, which old versions of Docker have instead of annotations.
+func testInstall(t *testing.T, d *daemon) {
+	if !d.patched {
+		t.Skip("the runtime under test is a stock runsc")
+	}
+	const name = "agentzip-eager"
+	before, err := d.read("daemon.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.output(d.runtime, append(d.installArgs(name), "--agentzip-idel=1s")...); err == nil || !strings.Contains(err.Error(), "agentzip-idel") {
+		t.Errorf("install with a flag that does not exist: %v", err)
+	}
+	if _, err := d.output(d.runtime, "--agentzip-idle=1s", "install", "--config_file="+d.path("daemon.json")); err == nil || !strings.Contains(err.Error(), "install -- --agentzip-idle=1s") {
+		t.Errorf("install with a flag before it: %v", err)
+	}
+	if after, _ := d.read("daemon.json"); !bytes.Equal(before, after) {
+		t.Fatalf("an install that was refused changed daemon.json to %s", after)
+	}
+	// What its containers write is on the host, where docker cp finds it.
+	flags := []string{"--agentzip-idle=50ms", "--overlay2=none"}
+	d.install(t, name, flags...)
+	d.install(t, name, flags...)
+	d.reload(t)
+	var id string
+	for start := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		if id, err = d.output(d.docker, "run", "--detach", "--network", "none", "--runtime", name, imageName, "sleep", "3600"); err == nil {
+			break
+		}
+		if time.Since(start) > 30*time.Second {
+			t.Fatalf("dockerd does not run the runtime that it was told of: %v", err)
+		}
+	}
+	id = strings.TrimSpace(id)
+	started := ""
+	for _, pid := range processesNaming(id) {
+		if line := commandLine(pid); strings.HasPrefix(line, "runsc-sandbox ") {
+			started = line
+		}
+	}
+	if !strings.Contains(started, "--agentzip-idle=50ms") {
+		t.Errorf("the sandbox was started as %q, want --agentzip-idle=50ms", started)
+	}
+	d.mustOutput(t, d.docker, "exec", id, "sh", "-c", "echo made inside > /root/made")
+	d.mustOutput(t, d.docker, "cp", id+":/root/made", d.path("copied-out"))
+	if got, err := d.read("copied-out"); err != nil || string(got) != "made inside\n" {
+		t.Errorf("docker cp brought %q, %v out of the container", got, err)
+	}
+	d.mustOutput(t, d.docker, "rm", "--force", id)
+
+	d.mustOutput(t, d.runtime, "uninstall", "--config_file="+d.path("daemon.json"), "--runtime="+name)
+	if after, _ := d.read("daemon.json"); !bytes.Equal(before, after) {
+		t.Errorf("install and uninstall left daemon.json as %s", after)
+	}
+	d.reload(t)
+	for start := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		if _, err := d.output(d.docker, "run", "--rm", "--network", "none", "--runtime", name, imageName, "true"); err != nil {
+			if !strings.Contains(err.Error(), name) {
+				t.Errorf("a runtime that was removed: %v", err)
+			}
+			break
+		}
+		if time.Since(start) > 30*time.Second {
+			t.Fatal("dockerd still runs the runtime that was removed")
+		}
+	}
+	// The others are as they were.
+	d.mustRun(t, "true")
 }
 
 // testAnnotation passes an OCI annotation the two ways that Docker's stack has:

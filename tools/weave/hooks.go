@@ -313,9 +313,7 @@ var edits = []Edit{
 	s.explainEnd()`},
 	{File: "runsc/cli/maincli/maincli.go", Decl: "commands",
 		Anchor: "// Merge alias commands.", Where: Before, Text: `
-	for c, group := range ExtraCommands {
-		cmds[c] = group
-	}
+	addExtraCommands(cmds)
 `},
 	{File: "runsc/config/config.go", Decl: "type Config",
 		Anchor: "SharedRootDir string `flag:\"shared-root\"`", Where: After, Text: agentzipConfigFields},
