@@ -60,6 +60,7 @@ func TestDocker(t *testing.T) {
 		{"Files", func(t *testing.T) { testFiles(t, d) }},
 		{"ExecAndPause", func(t *testing.T) { testExecAndPause(t, d) }},
 		{"HoldCheckpointRestore", func(t *testing.T) { testHold(t, d) }},
+		{"Update", func(t *testing.T) { testUpdate(t, d) }},
 		{"Copy", func(t *testing.T) { testCopy(t, d) }},
 		{"RunArgsOff", func(t *testing.T) { testRunArgsOff(t, d) }},
 		{"Install", func(t *testing.T) { testInstall(t, d) }},
@@ -273,6 +274,46 @@ func testRunArgsOff(t *testing.T, d *daemon) {
 	id := d.mustHold(t, runtimeOffName)
 	time.Sleep(2 * time.Second)
 	d.mustVerify(t, id, 1)
+	d.mustOutput(t, d.docker, "rm", "--force", id)
+}
+
+// testUpdate changes the memory limit of a container that runs, both ways.
+func testUpdate(t *testing.T, d *daemon) {
+	if !d.patched {
+		t.Skip("the runtime under test is a stock runsc, which cannot go below what it holds")
+	}
+	id := d.mustHold(t, runtimeName)
+	update := func(limit string) {
+		t.Helper()
+		d.mustOutput(t, d.docker, "update", "--memory", limit, "--memory-swap", limit, id)
+	}
+	limit := func(want uint64) {
+		t.Helper()
+		var s stats
+		for start := time.Now(); time.Since(start) < 30*time.Second; time.Sleep(200 * time.Millisecond) {
+			// It looks for a new limit while it works.
+			d.mustOutput(t, d.docker, "exec", id, "sh", "-c", "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done")
+			if s = d.stats(t, id); s.Pressure.LimitBytes == want {
+				return
+			}
+		}
+		t.Fatalf("docker update: the sandbox has the limit %d, want %d", s.Pressure.LimitBytes, want)
+	}
+	d.awaitEvicted(t, id)
+	round := 0
+	for _, c := range []struct {
+		name  string
+		bytes uint64
+	}{{"300m", 300 << 20}, {"1g", 1 << 30}} {
+		update(c.name)
+		limit(c.bytes)
+		round++
+		d.mustVerify(t, id, round)
+		got := d.mustOutput(t, d.docker, "inspect", "--format", "{{.HostConfig.Memory}}", id)
+		if strings.TrimSpace(got) != fmt.Sprint(c.bytes) {
+			t.Errorf("docker update --memory %s: docker inspect says %s", c.name, got)
+		}
+	}
 	d.mustOutput(t, d.docker, "rm", "--force", id)
 }
 

@@ -311,6 +311,9 @@ var edits = []Edit{
 	{File: "runsc/sandbox/sandbox.go", Decl: "Sandbox.Wait",
 		Anchor: "return s.status, nil", Where: Before, Text: `
 	s.explainEnd()`},
+	{File: "runsc/cgroup/cgroup.go", Decl: "memory.set",
+		Anchor: `if err := setOptionalValueInt(path, "memory.limit_in_bytes", spec.Memory.Limit); err != nil {`, Where: Before, Text: `
+	raiseMemswLimit(path, spec.Memory)`},
 	{File: "runsc/cli/maincli/maincli.go", Decl: "commands",
 		Anchor: "// Merge alias commands.", Where: Before, Text: `
 	addExtraCommands(cmds)
