@@ -60,7 +60,7 @@ func (*Agentzip) Usage() string {
 
   -json      print JSON, with the names of package control
 
-` + topUsage + "\n" + metricsUsage + "\n" + templateUsage + "\n" + poolUsage
+` + topUsage + "\n" + metricsUsage + "\n" + templateUsage + "\n" + poolUsage + "\n" + completionUsage
 }
 
 // SetFlags implements subcommands.Command.SetFlags.
@@ -100,10 +100,12 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 		return a.top(conf, rest)
 	case "metrics":
 		return a.metrics(conf, rest)
+	case "completion":
+		return a.completion(rest)
 	}
 	run, ok := commands[f.Arg(0)]
 	if !ok {
-		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, hint, top, metrics, template and pool", f.Arg(0))
+		util.Fatalf("agentzip: unknown command %q: there are stats, evict, check, prefetch, hint, top, metrics, template, pool and completion", f.Arg(0))
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
