@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"runsc-agentzip/test/containerd/stage"
 )
 
 // ctr is containerd's own client, and its shim for runc with our runtime for runc.
@@ -139,18 +141,33 @@ func (c *ctr) testTemplate() {
 	c.must(c.runtime, "agentzip", "template", "info", c.Path("template"))
 	c.must(c.runtime, "agentzip", "template", "verify", c.Path("template"))
 
+	// It travels as an image, as README.md has it.
+	require.NoError(c.t, os.MkdirAll(c.Path("layer"), 0o755))
+	require.NoError(c.t, os.CopyFS(c.Path("layer/template"), os.DirFS(c.Path("template"))))
+	const image = "localhost/template:1"
+	require.NoError(c.t, stage.WriteImage(c.Path("template.tar"), image, c.Path("layer"), "none"))
+	c.must("ctr", c.args("images", "import", c.Path("template.tar"))...)
+	require.NoError(c.t, os.MkdirAll(c.Path("mount"), 0o755))
+	c.must("ctr", c.args("images", "mount", image, c.Path("mount"))...)
+	c.must("cp", "-r", c.Path("mount/template"), c.Path("shipped"))
+	c.must("ctr", c.args("images", "unmount", c.Path("mount"))...)
+	c.must(c.runtime, "agentzip", "template", "verify", c.Path("shipped"))
+
 	bundle := c.Path("ctrd-state/io.containerd.runtime.v2.task", namespace, "origin")
-	clone, err := c.Start("clone", c.runtime, "--root", c.Path("clones"), "restore", "--bundle", bundle, "--image-path", c.Path("template"), "clone")
-	require.NoError(c.t, err)
-	require.NoError(c.t, clone.Await(c.ctx, func() error {
-		_, err := c.Output(c.ctx, c.runtime, "--root", c.Path("clones"), "kill", "clone", "USR1")
-		return err
-	}))
-	c.contains(c.Path("clone.log"), "equal", 1)
-	s := c.stats(c.Path("clones"), "clone")
-	require.Greater(c.t, s.TemplateBytes, uint64(32<<20))
-	c.must(c.runtime, "--root", c.Path("clones"), "kill", "clone", "KILL")
-	<-clone.Done()
+	for _, dir := range []string{"template", "shipped"} {
+		id := "clone-" + dir
+		clone, err := c.Start(id, c.runtime, "--root", c.Path("clones"), "restore", "--bundle", bundle, "--image-path", c.Path(dir), id)
+		require.NoError(c.t, err)
+		require.NoError(c.t, clone.Await(c.ctx, func() error {
+			_, err := c.Output(c.ctx, c.runtime, "--root", c.Path("clones"), "kill", id, "USR1")
+			return err
+		}))
+		c.contains(c.Path(id+".log"), "equal", 1)
+		s := c.stats(c.Path("clones"), id)
+		require.Greater(c.t, s.TemplateBytes, uint64(32<<20))
+		c.must(c.runtime, "--root", c.Path("clones"), "kill", id, "KILL")
+		<-clone.Done()
+	}
 
 	// The origin has gone on.
 	c.must("ctr", c.args("tasks", "kill", "--signal", "SIGUSR1", "origin")...)
