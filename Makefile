@@ -44,6 +44,7 @@ BUILD_PACKAGES     = ca-certificates git
 UNIT_PACKAGES      = gcc libc6-dev
 DOCKER_PACKAGES    = docker.io busybox-static
 CONTAINERD_PACKAGES = $(DOCKER_PACKAGES) podman
+README_PACKAGES    = $(DOCKER_PACKAGES) $(EROFS_PACKAGES) docker-registry
 BAZEL_PACKAGES     = bazel-bootstrap bazel-skylib bazel-platforms bazel-rules-java bazel-rules-proto
 PHASE_PACKAGES     = python3
 INTEGRITY_PACKAGES = stress-ng memtester redis-server sqlite3 git python3 libpython3.11-testsuite gcc g++ make libc6-dev procps
@@ -115,7 +116,7 @@ containerd-test: build check-root ## Run containers through a real containerd, a
 	$(SANDBOX) -timeout 10m ./test/containerd -runtime=$(RUNTIME) -require
 
 readme-test: build check-root ## Run the commands of README.md
-	@$(INSTALL) $(DOCKER_PACKAGES) $(EROFS_PACKAGES)
+	@$(INSTALL) $(README_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/readme -runtime=$(RUNTIME) -require
 
 integrity-test: build stock check-root ## Run real programs under continuous eviction
@@ -209,7 +210,7 @@ bench-codec: check-go ## Compare stored forms on the pages in AGENTZIP_PAGES and
 	$(STATIC) test $(TEST) -trimpath -timeout 30m -run TestPipeline -v ./memfile
 
 deps: ## Install every Debian package that some target needs
-	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES) $(EROFS_PACKAGES))
+	@$(INSTALL) $(sort $(BUILD_PACKAGES) $(UNIT_PACKAGES) $(CONTAINERD_PACKAGES) $(BAZEL_PACKAGES) $(PHASE_PACKAGES) $(INTEGRITY_PACKAGES) $(DEMO_PACKAGES) $(README_PACKAGES))
 
 clean: ## Remove everything that was generated
 	@if [ -L bin ]; then rm -rf "$$(readlink bin)"; fi

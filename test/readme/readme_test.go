@@ -77,6 +77,11 @@ var steps = []step{
 	{text: "make test", why: "this test is a part of it"},
 	{text: "install -m 755 bin/runsc-agentzip /usr/local/bin/"},
 
+	{text: "runsc-agentzip install && systemctl reload docker", run: (*env).dockerInstall},
+	{text: "runsc-agentzip install --runtime=agentzip-eager -- --agentzip-idle=50ms"},
+	{text: "systemctl reload docker", run: (*env).dockerReload},
+	{text: "docker run --rm --runtime=agentzip-eager debian:12 true"},
+	{text: "runsc-agentzip uninstall --runtime=agentzip-eager"},
 	{text: "{\n  \"runtimes\": ...", run: (*env).daemonJSON},
 	{text: "docker run --rm --runtime=agentzip debian:12 dmesg", run: (*env).dmesg},
 
@@ -104,6 +109,13 @@ var steps = []step{
 	{text: "runsc-agentzip agentzip template verify DIR"},
 	{text: "runsc-agentzip restore --bundle BUNDLE --image-path DIR CLONE", run: (*env).clone},
 	{text: "runsc-agentzip agentzip prefetch -save DIR CLONE", run: (*env).prefetchSave},
+	{text: "tar -C DIR --transform 's,^,template/,' -c . | docker import - REGISTRY/template:1", run: (*env).ship},
+	{text: "docker push REGISTRY/template:1"},
+	{text: "docker pull REGISTRY/template:1", run: (*env).pull},
+	{text: "docker create --name shipping REGISTRY/template:1 none"},
+	{text: "docker cp shipping:/template DIR2"},
+	{text: "docker rm shipping"},
+	{text: "runsc-agentzip agentzip template verify DIR2", run: (*env).shipped},
 
 	{text: "runsc-agentzip agentzip pool serve --socket=/run/runsc-agentzip/pool.sock", run: (*env).poolServe},
 	{text: "runsc-agentzip agentzip pool stats --socket=/run/runsc-agentzip/pool.sock"},
@@ -112,6 +124,7 @@ var steps = []step{
 	// The machine's systemd, if it has one, is not for a test: what the unit would run
 	// is run.
 	{text: "systemctl enable --now runsc-agentzip-pool", run: (*env).unit},
+	{text: "runsc-agentzip install --pool=/run/runsc-agentzip/pool.sock -- --platform=systrap", run: (*env).installPool},
 	{text: `"runtimeArgs": ...`, run: (*env).runtimeArgs},
 	{text: "docker run --rm --runtime=agentzip --annotation dev.agentzip.domain=TENANT debian:12 true", run: (*env).annotation},
 
@@ -192,6 +205,8 @@ type env struct {
 	pool, dockerd *stage.Daemon
 	// daemon.json as README.md has it.
 	config map[string]map[string]map[string]any
+	// installed are the runtime's flags as install wrote them last.
+	installed []string
 }
 
 func repository(t *testing.T) string {
@@ -216,7 +231,7 @@ func open(t *testing.T) *env {
 	if os.Geteuid() != 0 {
 		skip("sandboxes need root: run the tests as root")
 	}
-	for _, tool := range append(slices.Clone(stage.Tools), "mkfs.erofs", "docker", "dockerd", "containerd") {
+	for _, tool := range append(slices.Clone(stage.Tools), "mkfs.erofs", "docker", "dockerd", "containerd", "docker-registry") {
 		if _, err := exec.LookPath(tool); err != nil {
 			skip("%v: make deps installs the packages that have it", err)
 		}
@@ -260,7 +275,7 @@ func open(t *testing.T) *env {
 	require.NoError(t, err)
 	require.NoError(t, stage.WriteImage(s.Path("image.tar"), "debian:12", rootfs, "/bin/sh"))
 	e.words = map[string]string{"BUNDLE": s.Path("bundle"), "ID": "first", "ID2": "second", "CLONE": "clone", "DIR": s.Path("image"), "TENANT": "tenant",
-		"IMAGE": s.Path("root.erofs"), "FOLDER": rootfs}
+		"IMAGE": s.Path("root.erofs"), "FOLDER": rootfs, "DIR2": s.Path("shipped"), "REGISTRY": "localhost:5000"}
 	e.writeBundle(rootfs)
 	return e
 }
@@ -371,11 +386,43 @@ func (e *env) writeDaemonJSON(content []byte) {
 	e.must("cp ../daemon.json /etc/docker/daemon.json")
 }
 
+// dockerInstall is the machine's dockerd being reloaded, or here the first one being
+// started.
+func (e *env) dockerInstall(text string) {
+	e.must(strings.TrimSuffix(text, " && systemctl reload docker"))
+	if e.dockerd != nil {
+		e.dockerReload("")
+		return
+	}
+	e.startDocker()
+	e.must("docker load --input ../image.tar")
+}
+
+// dockerReload does what systemctl does, and waits until dockerd has read its file.
+func (e *env) dockerReload(string) {
+	e.t.Helper()
+	require.NoError(e.t, e.dockerd.Signal(syscall.SIGHUP))
+	var file struct{ Runtimes map[string]any }
+	require.NoError(e.t, json.Unmarshal([]byte(e.must("cat /etc/docker/daemon.json")), &file))
+	e.eventually(func() error {
+		var known map[string]any
+		if err := json.Unmarshal([]byte(e.must("docker info --format '{{json .Runtimes}}'")), &known); err != nil {
+			return err
+		}
+		for name := range file.Runtimes {
+			if known[name] == nil {
+				return fmt.Errorf("dockerd does not know the runtime %q of daemon.json", name)
+			}
+		}
+		return nil
+	})
+}
+
 func (e *env) daemonJSON(text string) {
 	require.NoError(e.t, json.Unmarshal([]byte(text), &e.config))
 	e.writeDaemonJSON([]byte(text))
-	e.startDocker()
-	e.must("docker load --input ../image.tar")
+	e.dockerReload("")
+	e.must("docker run --rm --runtime=agentzip debian:12 true")
 }
 
 func (e *env) dmesg(text string) {
@@ -507,6 +554,38 @@ func (e *env) prefetchSave(text string) {
 	e.must(text)
 }
 
+// ship starts the registry that README.md takes for granted.
+func (e *env) ship(text string) {
+	config := fmt.Sprintf("version: 0.1\nstorage:\n  filesystem:\n    rootdirectory: %s\nhttp:\n  addr: 127.0.0.1:5000\n", e.Path("registry"))
+	require.NoError(e.t, os.WriteFile(e.Path("registry.yml"), []byte(config), 0o644))
+	d, err := e.Start("registry", "docker-registry", "serve", e.Path("registry.yml"))
+	require.NoError(e.t, err)
+	require.NoError(e.t, d.Await(e.ctx, func() error {
+		_, err := e.Output(e.ctx, "busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:5000/v2/")
+		return err
+	}))
+	e.must(text)
+}
+
+// pull is a node's, which does not have the image yet.
+func (e *env) pull(text string) {
+	e.must("docker rmi REGISTRY/template:1")
+	e.must(text)
+}
+
+// shipped restores a clone from the template that has come through the registry.
+func (e *env) shipped(text string) {
+	require.Equal(e.t, e.must("runsc-agentzip agentzip template info DIR | head -2"), e.must(text+" | head -2"))
+	e.foreground("shipped", "runsc-agentzip --ignore-cgroups restore --bundle BUNDLE --image-path DIR2 shipped")
+	e.answers("shipped", 3)
+	var s control.Stats
+	require.NoError(e.t, json.Unmarshal([]byte(e.must("runsc-agentzip agentzip stats -json shipped")), &s))
+	require.NotZero(e.t, s.TemplateBytes)
+	require.NotZero(e.t, s.Prefetch.Patterns, "what was learnt travels with it")
+	e.must("runsc-agentzip kill shipped KILL")
+	e.ended("shipped")
+}
+
 func (e *env) poolServe(text string) {
 	e.pool = e.background("pool", text)
 	e.poolAnswers()
@@ -535,10 +614,25 @@ func (e *env) unit(text string) {
 	e.poolAnswers()
 }
 
+// installPool leaves what README.md goes on to say is in daemon.json.
+func (e *env) installPool(text string) {
+	e.must(text)
+	var file struct {
+		Runtimes map[string]struct{ RuntimeArgs []string }
+	}
+	require.NoError(e.t, json.Unmarshal([]byte(e.must("cat /etc/docker/daemon.json")), &file))
+	e.installed = file.Runtimes["agentzip"].RuntimeArgs
+}
+
 // runtimeArgs puts the line into daemon.json and restarts dockerd.
 func (e *env) runtimeArgs(text string) {
 	var line map[string]any
 	require.NoError(e.t, json.Unmarshal([]byte("{"+text+"}"), &line))
+	var args []string
+	for _, arg := range line["runtimeArgs"].([]any) {
+		args = append(args, arg.(string))
+	}
+	require.Equal(e.t, e.installed, args)
 	e.config["runtimes"]["agentzip"]["runtimeArgs"] = line["runtimeArgs"]
 	content, err := json.Marshal(e.config)
 	require.NoError(e.t, err)
