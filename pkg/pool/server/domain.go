@@ -763,8 +763,8 @@ func (d *domain) leftAlone(g *segment, r *rec, now stamp) {
 	d.s.kick()
 }
 
-// tellAlone tells connections of pages that nobody else has taken for long. domain.mu
-// must be held.
+// tellAlone tells connections of pages that nobody else has taken for long, of one
+// segment at a time: everybody else waits meanwhile. domain.mu must be held.
 func (d *domain) tellAlone(now stamp) {
 	if d.alone == 0 || d.s.drained.Load() {
 		return
@@ -813,6 +813,7 @@ func (d *domain) tellAlone(now stamp) {
 			}
 			push()
 		}
+		return
 	}
 }
 
