@@ -22,7 +22,8 @@ import (
 const idleUsage = `usage: agentbench idle [flags]
 
 Measures what a sandbox costs outside its guest memory while it waits: the memory
-of its Sentry, its gofer and its stubs, and their page tables; and how long its first command after the wait takes.
+of its Sentry, its gofer and its stubs, and their page tables; the processor time it
+uses; and how long its first command after the wait takes.
 
 Sandboxes with the demo's Python tool server take two tool steps, then wait and
 take one small step in turn, under a stock runsc and under the runtime to judge.
@@ -68,7 +69,14 @@ type idleSample struct {
 	Measured fleet.Memory `json:"measured"`
 	// Store is what the Sentry holds in its own memory for guest memory.
 	Store uint64 `json:"store_bytes,omitempty"`
+	// CPU is the share of a processor that all of its processes took in the second
+	// half of a wait of cpuMinWait or more, nil if it was not measured.
+	CPU *float64 `json:"cpu,omitempty"`
 }
+
+// cpuMinWait is the shortest wait in whose second half processor time is measured: the
+// kernel counts it by ticks of 10 ms.
+const cpuMinWait = 10 * time.Second
 
 type idleReport struct {
 	Command string       `json:"command"`
@@ -366,13 +374,31 @@ func (r *idleRun) episode(ctx context.Context, s idleSubject, n, number int) err
 			if round != 0 {
 				continue
 			}
+			used := make([]usedCPU, n)
+			if wait >= cpuMinWait {
+				select {
+				case <-ctx.Done():
+					return ctx.Err()
+				case <-time.After(time.Until(last[n-1].Add(wait / 2))):
+				}
+				for i, sb := range sandboxes {
+					if err := used[i].begin(sb); err != nil {
+						return endedWhy(sb, err)
+					}
+				}
+			}
 			for i, sb := range sandboxes {
 				select {
 				case <-ctx.Done():
 					return ctx.Err()
 				case <-time.After(time.Until(last[i].Add(wait))):
 				}
-				if err := r.measure(ctx, s.system, sb, &r.report.Samples[len(r.report.Samples)-n+i]); err != nil {
+				m := &r.report.Samples[len(r.report.Samples)-n+i]
+				// Before memory is measured, which asks the sandbox.
+				if m.CPU, err = used[i].end(sb); err != nil {
+					return endedWhy(sb, err)
+				}
+				if err := r.measure(ctx, s.system, sb, m); err != nil {
 					return err
 				}
 			}
@@ -386,6 +412,31 @@ func (r *idleRun) episode(ctx context.Context, s idleSubject, n, number int) err
 		}
 	}
 	return nil
+}
+
+// A usedCPU measures how much of a processor a sandbox uses.
+type usedCPU struct {
+	since time.Time
+	cpu   time.Duration
+}
+
+func (u *usedCPU) begin(sb *fleet.Sandbox) (err error) {
+	u.cpu, err = sb.CPUTime()
+	u.since = time.Now()
+	return err
+}
+
+// end returns nil if there was no begin.
+func (u *usedCPU) end(sb *fleet.Sandbox) (*float64, error) {
+	if u.since.IsZero() {
+		return nil, nil
+	}
+	cpu, err := sb.CPUTime()
+	if err != nil {
+		return nil, err
+	}
+	share := (cpu - u.cpu).Seconds() / time.Since(u.since).Seconds()
+	return &share, nil
 }
 
 func (r *idleRun) measure(ctx context.Context, s *system, sb *fleet.Sandbox, m *idleSample) error {
@@ -406,6 +457,18 @@ func (r *idleRun) measure(ctx context.Context, s *system, sb *fleet.Sandbox, m *
 	m.Store = st.StoreBytes + st.MetadataBytes
 	m.Outside -= min(m.Outside, m.Store)
 	return nil
+}
+
+// percent is the mean of shares, or nothing if there are none.
+func percent(shares []float64) string {
+	if len(shares) == 0 {
+		return ""
+	}
+	sum := 0.0
+	for _, s := range shares {
+		sum += s
+	}
+	return fmt.Sprintf("%.2f %%", 100*sum/float64(len(shares)))
 }
 
 // printIdle prints medians.
@@ -431,12 +494,15 @@ func printIdle(w io.Writer, samples []idleSample) error {
 		return int(1000 * (a.wait - b.wait))
 	})
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "clones\twait\tsystem\tSentry\tgofer\tstubs\tpage tables\tfiles\tmemfds\toutside\tstart\tfirst command\tp99\tsamples\t")
+	fmt.Fprintln(t, "clones\twait\tsystem\tSentry\tgofer\tstubs\tpage tables\tfiles\tmemfds\toutside\tstart\tfirst command\tp99\tsamples\tCPU\t")
 	for _, k := range keys {
-		var seconds, starts []float64
+		var seconds, starts, cpu []float64
 		parts := make([][]float64, 7)
 		for _, s := range by[k] {
 			seconds, starts = append(seconds, s.Seconds), append(starts, s.Start)
+			if s.CPU != nil {
+				cpu = append(cpu, *s.CPU)
+			}
 			if s.Outside == 0 {
 				continue
 			}
@@ -456,7 +522,7 @@ func printIdle(w io.Writer, samples []idleSample) error {
 		for _, p := range parts {
 			fmt.Fprintf(t, "%.2f\t", quantile(p, 0.5))
 		}
-		fmt.Fprintf(t, "%.0f ms\t%.1f ms\t%.1f ms\t%d\t\n", 1000*quantile(starts, 0.5), 1000*quantile(seconds, 0.5), 1000*quantile(seconds, 0.99), len(seconds))
+		fmt.Fprintf(t, "%.0f ms\t%.1f ms\t%.1f ms\t%d\t%s\t\n", 1000*quantile(starts, 0.5), 1000*quantile(seconds, 0.5), 1000*quantile(seconds, 0.99), len(seconds), percent(cpu))
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -465,7 +531,8 @@ func printIdle(w io.Writer, samples []idleSample) error {
 Medians, in MiB per sandbox. Sentry, gofer, stubs: their anonymous memory, without
 the store of evicted guest memory. files: binaries and libraries, in proportion to
 how many processes map them. outside: the sum of the parts. start: what it took to
-restore it, or to start it.
+restore it, or to start it. CPU: the mean share of a processor that it uses in the
+second half of a wait of 10 s or more.
 `)
 	return err
 }
