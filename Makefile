@@ -95,7 +95,7 @@ check: vendor ## Check formatting, BUILD.bazel files and go vet
 
 unit: vendor ## Run the unit tests, those without gVisor in them under -race
 	@$(INSTALL) $(UNIT_PACKAGES)
-	CGO_ENABLED=1 $(GO) test $(TEST) -race $(PURE)
+	CGO_ENABLED=1 $(GO) test $(TEST) -race $(PURE) ./test/harness
 	$(STATIC) test $(TEST) -trimpath ./pkg/pool/client
 	$(STATIC) test $(TEST) -trimpath ./runsc-agentzip/... ./tools/...
 
