@@ -21,6 +21,7 @@ import (
 
 	"runsc-agentzip/pkg/census"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // want are the states that top -json should say.
@@ -113,28 +114,27 @@ func TestTroubled(t *testing.T) {
 
 	// What goes on is seen again.
 	thaw()
-	ctx := within(t, bounded)
-	for up(get())["frozen"] != "1" {
-		if ctx.Err() != nil {
-			t.Fatal("the sandbox goes on, and is not seen")
+	harness.Eventually(t, bounded, 20*time.Millisecond, "the sandbox goes on, and is seen", func() error {
+		if is := up(get())["frozen"]; is != "1" {
+			return fmt.Errorf("up is %q", is)
 		}
-		time.Sleep(20 * time.Millisecond)
-	}
+		return nil
+	})
 	for _, sb := range []*fleet.Sandbox{fine, frozen} {
-		if line, err := sb.Request(within(t, bounded), "hello"); err != nil || line != "hello" {
+		if line, err := sb.Request(harness.Within(t, bounded), "hello"); err != nil || line != "hello" {
 			t.Errorf("%s: %q, %v", sb.ID(), line, err)
 		}
 	}
 	checkJSON(t, output(t, rt, "top", "-n=1", "-json"), map[string]census.State{"fine": census.OK, "killed": census.Dead, "frozen": census.OK})
 
-	if err := frozen.Delete(within(t, bounded)); err != nil {
+	if err := frozen.Delete(harness.Within(t, bounded)); err != nil {
 		t.Error(err)
 	}
 	checkMetrics(t, get(), map[string]string{"fine": "1", "killed": "0"})
 }
 
 // serve has `agentzip metrics` serve until the test ends, and returns what gets them.
-func serve(t *testing.T, rt *fleet.Runtime) (get func() string) {
+func serve(t *testing.T, rt *harness.Runtime) (get func() string) {
 	t.Helper()
 	socket := filepath.Join(rt.Root(), "metrics.sock")
 	cmd := command(context.Background(), rt, "metrics", "-listen=unix:"+socket)
@@ -145,7 +145,7 @@ func serve(t *testing.T, rt *fleet.Runtime) (get func() string) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	atExit(t, func() {
+	harness.AtExit(t, func() {
 		_ = cmd.Process.Signal(syscall.SIGTERM)
 		kill := time.AfterFunc(bounded, func() { _ = cmd.Process.Kill() })
 		defer kill.Stop()
@@ -217,10 +217,10 @@ func TestTerminal(t *testing.T) {
 	}
 }
 
-func testTerminal(t *testing.T, rt *fleet.Runtime, key string) {
+func testTerminal(t *testing.T, rt *harness.Runtime, key string) {
 	outside, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
 	if err != nil {
-		skip(t, "there are no terminals here: %v", err)
+		harness.Skip(t, "there are no terminals here: %v", err)
 	}
 	defer outside.Close()
 	n, err := unix.IoctlGetInt(int(outside.Fd()), unix.TIOCGPTN)
@@ -242,7 +242,7 @@ func testTerminal(t *testing.T, rt *fleet.Runtime, key string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := command(within(t, bounded), rt, "top", "-interval=100ms")
+	cmd := command(harness.Within(t, bounded), rt, "top", "-interval=100ms")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = inside, inside, inside
 	cmd.Env = append(os.Environ(), "TERM=xterm", "NO_COLOR=1")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
