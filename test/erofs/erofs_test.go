@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // lister prints all that there is to know about the files below some folders. The
@@ -81,7 +82,7 @@ func TestSameAsFolder(t *testing.T) {
 	}
 	for i, root := range []string{folder, image} {
 		name := names[i]
-		sb, err := rt.Run(within(t), name, bundle(t, spec(root, "sleep", "infinity")))
+		sb, err := rt.Run(within(t), name, harness.Bundle(t, spec(root, "sleep", "infinity")))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -126,19 +127,10 @@ func difference(want, got string) string {
 }
 
 // checkStats looks at what a sandbox says that it costs, and at its memory.
-func checkStats(t *testing.T, rt *fleet.Runtime, sb *fleet.Sandbox, gofer bool) {
+func checkStats(t *testing.T, rt *harness.Runtime, sb *fleet.Sandbox, gofer bool) {
 	t.Helper()
-	rep, err := sb.Check(within(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, p := range rep.Problems {
-		t.Errorf("%s: agentzip check: %s", sb.ID(), p)
-	}
-	st, err := sb.Stats(within(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	harness.Check(t, sb)
+	st := harness.Stats(t, sb)
 	o := st.Overhead
 	t.Logf("%s: evicted %d pages, restored %d; overhead %+v", sb.ID(), st.EvictedPagesTotal, st.RestoredPagesTotal, o)
 	if st.EvictedPagesTotal == 0 || st.RestoredPagesTotal == 0 || st.ChecksumFailures != 0 {
@@ -187,11 +179,11 @@ for line in sys.stdin: print(*answer(line.strip()), flush=True)
 func TestClones(t *testing.T) {
 	_, image := rootfs(t)
 	rt := newRuntime(t)
-	link := filepath.Join(t.TempDir(), "root.erofs")
+	link := filepath.Join(harness.TempDir(t), "root.erofs")
 	if err := os.Symlink(image, link); err != nil {
 		t.Fatal(err)
 	}
-	b := bundle(t, spec(link, "python3", "-c", server))
+	b := harness.Bundle(t, spec(link, "python3", "-c", server))
 	sb, err := rt.Run(within(t), "template", b)
 	if err != nil {
 		t.Fatal(err)
@@ -200,7 +192,7 @@ func TestClones(t *testing.T) {
 	if !strings.Contains(want, "/usr/odd/deep/er False z <?xml") || !strings.HasSuffix(want, " []") {
 		t.Errorf("the template says %q", want)
 	}
-	checkpoint := filepath.Join(t.TempDir(), "checkpoint")
+	checkpoint := filepath.Join(harness.TempDir(t), "checkpoint")
 	if err := sb.Checkpoint(within(t), checkpoint, fleet.CheckpointOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -236,11 +228,7 @@ func TestClones(t *testing.T) {
 	}
 	for _, c := range clones {
 		checkStats(t, rt, c, false)
-		st, err := c.Stats(within(t))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if st.TemplateBytes == 0 {
+		if harness.Stats(t, c).TemplateBytes == 0 {
 			t.Errorf("%s shares nothing with its template", c.ID())
 		}
 		if err := c.Delete(within(t)); err != nil {
@@ -254,7 +242,7 @@ func TestClones(t *testing.T) {
 func TestBadImages(t *testing.T) {
 	rootfs(t) // what it needs
 	rt := newRuntime(t)
-	dir := t.TempDir()
+	dir := harness.TempDir(t)
 	folder, path := filepath.Join(dir, "folder"), filepath.Join(dir, "root.erofs")
 	if err := buildPrograms(folder, []string{"sh"}); err != nil {
 		t.Fatal(err)
@@ -280,7 +268,7 @@ func TestBadImages(t *testing.T) {
 		b[at] ^= 0x10
 		return b
 	}
-	b := bundle(t, spec(path, "sh", "-c", "while read line; do echo you said $line; done"))
+	b := harness.Bundle(t, spec(path, "sh", "-c", "while read line; do echo you said $line; done"))
 	sb, err := rt.Run(within(t), "first", b)
 	if err != nil {
 		t.Fatal(err)
@@ -373,11 +361,11 @@ func TestBadImages(t *testing.T) {
 func TestMounts(t *testing.T) {
 	_, image := rootfs(t)
 	rt := newRuntime(t)
-	dir := t.TempDir()
+	dir := harness.TempDir(t)
 	if err := os.WriteFile(filepath.Join(dir, "file"), []byte("of the host"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	second := filepath.Join(t.TempDir(), "second.erofs")
+	second := filepath.Join(harness.TempDir(t), "second.erofs")
 	if err := fleet.MakeRootImage(within(t), second, dir); err != nil {
 		t.Fatal(err)
 	}
@@ -392,7 +380,7 @@ func TestMounts(t *testing.T) {
 		s := spec(image, "sleep", "infinity")
 		s.Mounts = []fleet.Mount{tc.mount}
 		s.ReadonlyRootfs = true
-		sb, err := rt.Run(within(t), tc.name, bundle(t, s))
+		sb, err := rt.Run(within(t), tc.name, harness.Bundle(t, s))
 		if err != nil {
 			t.Fatalf("%s: %v", tc.name, err)
 		}

@@ -1,187 +1,44 @@
 package erofs
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
-
-var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
-)
-
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
-
-// rootPrefix starts the name of the folder of a runtime, so that what a killed test run
-// left behind can be told from everything else.
-const rootPrefix = "/run/agentzip-erofs-"
 
 // bounded is how long anything may take here, on a machine that is busy.
 const bounded = 3 * time.Minute
 
-func repoPath(p string) string {
-	if filepath.IsAbs(p) {
-		return p
-	}
-	dir, err := os.Getwd()
-	if err != nil {
-		return p
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return filepath.Join(d, p)
-		}
-	}
-	return filepath.Join(dir, p)
-}
+func TestMain(m *testing.M) { os.Exit(harness.Main(m, "erofs")) }
 
-func TestMain(m *testing.M) {
-	flag.Parse()
-	if os.Geteuid() == 0 {
-		// A run that was killed could not clean up.
-		stale, _ := filepath.Glob(rootPrefix + "*")
-		for _, dir := range stale {
-			if err := fleet.Reclaim(dir); err != nil && !errors.Is(err, fleet.ErrInUse) {
-				fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
-			}
-		}
-	}
-	// Neither Ctrl-C nor a terminated CI job leaves sandboxes behind.
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
-	os.Exit(code)
-}
+func within(t testing.TB) context.Context { return harness.Within(t, bounded) }
 
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, when the tests end or are interrupted; the last is the first
-// to run.
-func atExit(f func()) (now func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	return once
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for _, f := range slices.Backward(undo.fns) {
-		f()
-	}
-	undo.fns = nil
-}
-
-func skip(t testing.TB, format string, args ...any) {
+// newRuntime returns a runtime that evicts all the time.
+func newRuntime(t testing.TB) *harness.Runtime {
 	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), bounded)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// newRuntime returns a runtime that evicts all the time, and is closed when the test
-// ends. Nothing of it may be left then.
-func newRuntime(t testing.TB) *fleet.Runtime {
-	t.Helper()
-	binary := repoPath(*runtimeFlag)
-	out, err := exec.Command(binary, "flags").CombinedOutput()
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		skip(t, "%s does not exist: run `make build` or name a runsc with -runtime", binary)
-	case err != nil:
-		t.Fatalf("%s flags: %v: %s", binary, err, out)
-	case !bytes.Contains(out, []byte("-agentzip-idle")):
-		skip(t, "%s knows no agentzip: a stock runsc?", binary)
-	}
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
-	if err != nil {
-		t.Fatal(err)
-	}
-	rt, err := fleet.New(fleet.Options{Binary: binary, Root: root, Flags: []string{"--agentzip-test-evict-every=300ms"}})
-	if err != nil {
-		os.RemoveAll(root)
-		t.Fatal(err)
-	}
-	t.Cleanup(atExit(func() {
-		if err := rt.Close(); err != nil {
-			t.Errorf("cleaning up: %v", err)
-		}
-		for start := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-			left := processes(root)
-			if len(left) == 0 {
-				break
-			}
-			if time.Since(start) > 10*time.Second {
-				t.Errorf("left behind: %q", left)
-				break
-			}
-		}
-		if _, err := os.Lstat(root); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("left behind: %s (%v)", root, err)
-		}
-	}))
-	return rt
-}
-
-// processes returns the command lines that have a text in them.
-func processes(text string) []string {
-	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	var out []string
-	for _, file := range files {
-		if b, err := os.ReadFile(file); err == nil && bytes.Contains(b, []byte(text)) {
-			out = append(out, string(bytes.ReplaceAll(b, []byte{0}, []byte{' '})))
-		}
-	}
-	return out
+	return harness.NewRuntime(t, harness.Options{
+		Binary: harness.UnderTest(t, "agentzip-idle").Path,
+		Flags:  []string{"--agentzip-test-evict-every=300ms"},
+	})
 }
 
 // gofers counts the gofer processes of a runtime's sandboxes.
-func gofers(rt *fleet.Runtime) (n int) {
-	for _, line := range processes(rt.Root()) {
+func gofers(rt *harness.Runtime) (n int) {
+	for _, line := range harness.CommandLines(rt.Root()) {
 		if strings.HasPrefix(line, "runsc-gofer ") {
 			n++
 		}
@@ -193,30 +50,25 @@ func gofers(rt *fleet.Runtime) (n int) {
 
 var root struct {
 	sync.Once
-	dir, folder, image string
-	err                error
+	folder, image string
+	err           error
 }
 
 // rootfs returns a root file system as a folder and as an image of it.
 func rootfs(t testing.TB) (folder, image string) {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
+	harness.NeedRoot(t)
 	for _, tool := range []string{"mkfs.erofs", "/usr/bin/python3", "ldd", "cp"} {
 		if _, err := exec.LookPath(tool); err != nil {
-			skip(t, "%v: make deps installs the packages that have it", err)
+			harness.Skip(t, "%v: make deps installs the packages that have it", err)
 		}
 	}
 	root.Do(func() {
-		if root.dir, root.err = os.MkdirTemp("/var/tmp", "agentzip-erofs-"); root.err != nil {
+		var dir string
+		if dir, root.err = harness.RunDir(); root.err != nil {
 			return
 		}
-		atExit(func() { os.RemoveAll(root.dir) })
-		if root.err = os.Chmod(root.dir, 0o755); root.err != nil {
-			return
-		}
-		root.folder, root.image = filepath.Join(root.dir, "folder"), filepath.Join(root.dir, "root.erofs")
+		root.folder, root.image = filepath.Join(dir, "folder"), filepath.Join(dir, "root.erofs")
 		if root.err = buildRoot(root.folder); root.err != nil {
 			return
 		}
@@ -381,15 +233,6 @@ func spec(root string, args ...string) fleet.Spec {
 		s.RootImage = root
 	}
 	return s
-}
-
-func bundle(t testing.TB, s fleet.Spec) string {
-	t.Helper()
-	dir := t.TempDir()
-	if err := fleet.WriteBundle(dir, s); err != nil {
-		t.Fatal(err)
-	}
-	return dir
 }
 
 // run runs a command in a sandbox, which must succeed, and returns what it prints.
