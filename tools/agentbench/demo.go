@@ -4,17 +4,14 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
-	"runsc-agentzip/tools/agentbench/workload"
 )
 
 const demoUsage = `usage: agentbench demo [flags]
@@ -41,56 +38,29 @@ flags:
 
 // demoConfig is what the flags say.
 type demoConfig struct {
-	runtime, stock string
-	runtimeFlags   string
-	clones         int
-	rounds         int
-	wait           time.Duration
-	settle         time.Duration
-	stepTimeout    time.Duration
-	seed           uint64
-	json           string
-	work           string
-	rootfs         rootfsOptions
-	interleave     string
-	verbose        bool
+	toolServerConfig
+	clones     int
+	rounds     int
+	wait       time.Duration
+	settle     time.Duration
+	json       string
+	interleave string
 }
 
 func parseDemoFlags(args []string, stderr io.Writer) (demoConfig, error) {
 	var c demoConfig
-	w, err := workload.Get(demoRootfs)
+	fs, err := toolServerFlags("demo", demoUsage, &c.toolServerConfig, stderr)
 	if err != nil {
 		return c, err
 	}
-	c.rootfs.packages = w.Packages
-	fs := flag.NewFlagSet("demo", flag.ContinueOnError)
-	fs.SetOutput(stderr)
-	fs.Usage = func() {
-		fmt.Fprint(stderr, demoUsage)
-		fs.PrintDefaults()
-	}
-	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoint")
-	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with")
-	fs.StringVar(&c.runtimeFlags, "runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
 	fs.IntVar(&c.clones, "clones", 8, "sandboxes to restore under each runtime")
 	fs.IntVar(&c.rounds, "rounds", 6, "tool steps each sandbox takes")
 	fs.DurationVar(&c.wait, "wait", 3*time.Second, "how long sandboxes wait after each step")
 	fs.DurationVar(&c.settle, "settle", 15*time.Second, "at most this long a batch waits for background work of idle sandboxes")
-	fs.DurationVar(&c.stepTimeout, "step-timeout", 2*time.Minute, "a step that takes longer fails the run")
-	fs.Uint64Var(&c.seed, "seed", 1, "seed of the workload")
 	fs.StringVar(&c.json, "json", "out/demo.json", "write the results and raw samples to this `file`")
-	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images and snapshots; emptied at the end")
-	fs.StringVar(&c.rootfs.dir, "rootfs", filepath.Join("out", rootfsName(w)), "`directory` of the guest's root file system; made if missing, and kept")
-	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
-	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
-	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
 	fs.StringVar(&c.interleave, "interleave", "auto", "keep both systems' sandboxes alive together: on, off or auto (if memory permits)")
-	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return c, err
-		}
-		return c, errUsage
+	if err := parseFlags(fs, args); err != nil {
+		return c, err
 	}
 	bad := func(format string, a ...any) (demoConfig, error) {
 		fmt.Fprintf(stderr, "agentbench demo: "+format+"\n", a...)
@@ -254,7 +224,7 @@ func (d *demo) openSystems() error {
 		flags        []string
 	}{
 		{stockName, d.cfg.stock, nil},
-		{judgedName, d.cfg.runtime, strings.Fields(d.cfg.runtimeFlags)},
+		{judgedName, d.cfg.runtime, d.cfg.runtimeFlags},
 	} {
 		root, err := d.dir.reserveRoot(o.name)
 		if err != nil {

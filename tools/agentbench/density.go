@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"math"
@@ -19,7 +18,6 @@ import (
 
 	"runsc-agentzip/pkg/fleet"
 	"runsc-agentzip/tools/agentbench/linuxmem"
-	"runsc-agentzip/tools/agentbench/workload"
 )
 
 const densityUsage = `usage: agentbench density [flags]
@@ -38,18 +36,13 @@ flags:
 
 // densityConfig is what the flags say.
 type densityConfig struct {
-	runtime, stock string
-	runtimeFlags   []string
-	systems        []systemKind
-	skip           bool
-	memory, keep   uint64
-	max            int
-	wait           time.Duration
-	seed           uint64
-	json, work     string
-	rootfs         rootfsOptions
-	stepTimeout    time.Duration
-	verbose        bool
+	toolServerConfig
+	systems      []systemKind
+	skip         bool
+	memory, keep uint64
+	max          int
+	wait         time.Duration
+	json         string
 }
 
 // densityPoint is what a number of sandboxes that wait take, in bytes.
@@ -119,46 +112,24 @@ func parseBytes(s string) (uint64, error) {
 
 func parseDensityFlags(args []string, stderr io.Writer) (densityConfig, error) {
 	var c densityConfig
-	w, err := workload.Get(demoRootfs)
+	fs, err := toolServerFlags("density", densityUsage, &c.toolServerConfig, stderr)
 	if err != nil {
 		return c, err
 	}
-	c.rootfs.packages = w.Packages
-	fs := flag.NewFlagSet("density", flag.ContinueOnError)
-	fs.SetOutput(stderr)
-	fs.Usage = func() {
-		fmt.Fprint(stderr, densityUsage)
-		fs.PrintDefaults()
-	}
-	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoint, if it takes part")
-	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with")
-	runtimeFlags := fs.String("runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
 	systems := fs.String("systems", "stock,linux,agentzip", "`systems` in their order, as agentbench run has them")
 	fs.BoolVar(&c.skip, "skip-unavailable", false, "leave out systems that this machine cannot run, instead of failing")
 	memory := fs.String("memory", "4GiB", "the `amount` of memory to fill")
 	keep := fs.String("keep", "2GiB", "no sandbox is started while the host has less memory `available` than this")
 	fs.IntVar(&c.max, "max", 400, "how many sandboxes to start at most")
 	fs.DurationVar(&c.wait, "wait", 10*time.Second, "how long all have waited, at least, when they are measured")
-	fs.Uint64Var(&c.seed, "seed", 1, "seed of the workload")
 	fs.StringVar(&c.json, "json", "", "write all measurements to this `file`")
-	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images; emptied at the end")
-	fs.StringVar(&c.rootfs.dir, "rootfs", filepath.Join("out", rootfsName(w)), "`directory` of the guest's root file system; made if missing, and kept")
-	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
-	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
-	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
-	fs.DurationVar(&c.stepTimeout, "step-timeout", 2*time.Minute, "a step that takes longer fails the run")
-	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return c, err
-		}
-		return c, errUsage
+	if err := parseFlags(fs, args); err != nil {
+		return c, err
 	}
 	bad := func(format string, a ...any) (densityConfig, error) {
 		fmt.Fprintf(stderr, "agentbench density: "+format+"\n", a...)
 		return c, errUsage
 	}
-	c.runtimeFlags = strings.Fields(*runtimeFlags)
 	if c.systems, err = parseSystems(*systems); err != nil {
 		return bad("--systems: %v", err)
 	}

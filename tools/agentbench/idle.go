@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -16,7 +15,6 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
-	"runsc-agentzip/tools/agentbench/workload"
 )
 
 const idleUsage = `usage: agentbench idle [flags]
@@ -35,18 +33,13 @@ flags:
 
 // idleConfig is what the flags say.
 type idleConfig struct {
-	runtime, stock string
-	runtimeFlags   string
-	clones         []int
-	waits          []time.Duration
-	rounds         int
-	fresh          bool
-	seed           uint64
-	json, work     string
-	rootfs         rootfsOptions
-	rootfsTypes    []string
-	stepTimeout    time.Duration
-	verbose        bool
+	toolServerConfig
+	clones      []int
+	waits       []time.Duration
+	rounds      int
+	fresh       bool
+	json        string
+	rootfsTypes []string
 }
 
 // idleSample is one sandbox at the end of one wait. Sizes are in bytes.
@@ -86,39 +79,19 @@ type idleReport struct {
 
 func parseIdleFlags(args []string, stderr io.Writer) (idleConfig, error) {
 	var c idleConfig
-	w, err := workload.Get(demoRootfs)
+	fs, err := toolServerFlags("idle", idleUsage, &c.toolServerConfig, stderr)
 	if err != nil {
 		return c, err
 	}
-	c.rootfs.packages = w.Packages
-	fs := flag.NewFlagSet("idle", flag.ContinueOnError)
-	fs.SetOutput(stderr)
-	fs.Usage = func() {
-		fmt.Fprint(stderr, idleUsage)
-		fs.PrintDefaults()
-	}
-	fs.StringVar(&c.runtime, "runtime", "bin/runsc-agentzip", "runsc `binary` to judge; it also makes the checkpoint")
-	fs.StringVar(&c.stock, "stock", "bin/runsc-stock", "stock runsc `binary` to compare with, or none")
-	fs.StringVar(&c.runtimeFlags, "runtime-flags", "", "extra global `flags` for --runtime, separated by spaces")
+	fs.Lookup("stock").Usage += ", or none"
 	clones := fs.String("clones", "1,8", "numbers of sandboxes, separated by commas")
 	waits := fs.String("waits", "1s,10s,60s", "how long they wait, separated by commas")
 	fs.IntVar(&c.rounds, "rounds", 7, "how often each waits so long")
 	fs.BoolVar(&c.fresh, "fresh", false, "start sandboxes instead of restoring them")
-	fs.Uint64Var(&c.seed, "seed", 1, "seed of the workload")
 	fs.StringVar(&c.json, "json", "", "write all samples to this `file`")
-	fs.StringVar(&c.work, "work", "out/agentbench", "`directory` for images; emptied at the end")
-	fs.StringVar(&c.rootfs.dir, "rootfs", filepath.Join("out", rootfsName(w)), "`directory` of the guest's root file system; made if missing, and kept")
 	types := fs.String("rootfs-type", rootfsFolder, "kinds of root file system to measure with, folder (with a gofer) and erofs (an image, without), separated by commas")
-	fs.StringVar(&c.rootfs.mirror, "mirror", "", "Debian archive `URL` (default: what this machine's apt uses)")
-	fs.StringVar(&c.rootfs.suite, "suite", "", "Debian `release` for the root file system (default: this machine's)")
-	fs.BoolVar(&c.rootfs.install, "install", true, "install debootstrap with apt-get if it is missing")
-	fs.DurationVar(&c.stepTimeout, "step-timeout", 2*time.Minute, "a step that takes longer fails the run")
-	fs.BoolVar(&c.verbose, "v", false, "show runsc commands and what sandboxes write to stderr")
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return c, err
-		}
-		return c, errUsage
+	if err := parseFlags(fs, args); err != nil {
+		return c, err
 	}
 	bad := func(format string, a ...any) (idleConfig, error) {
 		fmt.Fprintf(stderr, "agentbench idle: "+format+"\n", a...)
@@ -222,7 +195,7 @@ func (r *idleRun) run(ctx context.Context) error {
 		flags        []string
 	}{
 		{stockName, r.cfg.stock, nil},
-		{judgedName, r.cfg.runtime, strings.Fields(r.cfg.runtimeFlags)},
+		{judgedName, r.cfg.runtime, r.cfg.runtimeFlags},
 	} {
 		if o.binary == "none" {
 			continue
