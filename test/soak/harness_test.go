@@ -1,49 +1,28 @@
 package soak
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
-	"os/signal"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
 	longFlag = flag.Bool("long", false, "ten rounds of 2,000 processes, and a soak of 30 minutes")
 	soakFlag = flag.Duration("soak", 0, "how long clones work and wait (0: 20s, with -long 30m)")
-	seedFlag = flag.Uint64("seed", 0, "seed of the steps and waits (0: a new one each time)")
+	seedFlag = harness.SeedFlag()
 	xflags   = flag.String("xflags", "", "further flags for the runsc under test, separated by spaces")
 )
-
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
-
-// rootPrefix starts the name of the folder of a runtime, so that what a killed test run
-// left behind can be told from everything else.
-const rootPrefix = "/run/agentzip-soak-"
 
 // bounded is how long one command or step may take: a hundred times as long as it
 // should, since the machine may be busy.
@@ -53,167 +32,42 @@ const bounded = 5 * time.Minute
 // 2 s, so that a round takes less time.
 const trimAfter, deepenAfter = 500 * time.Millisecond, 250 * time.Millisecond
 
-func repoPath(p string) string {
-	if filepath.IsAbs(p) {
-		return p
-	}
-	dir, err := os.Getwd()
-	if err != nil {
-		return p
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return filepath.Join(d, p)
-		}
-	}
-	return filepath.Join(dir, p)
-}
-
-func TestMain(m *testing.M) {
-	flag.Parse()
-	if *seedFlag == 0 {
-		*seedFlag = uint64(time.Now().UnixNano())%1_000_000 + 1
-	}
-	if os.Geteuid() == 0 {
-		// A run that was killed could not clean up.
-		stale, _ := filepath.Glob(rootPrefix + "*")
-		for _, dir := range stale {
-			if err := fleet.Reclaim(dir); err != nil && !errors.Is(err, fleet.ErrInUse) {
-				fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
-			}
-		}
-	}
-	// Neither Ctrl-C nor a terminated CI job leaves sandboxes behind.
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
-	os.Exit(code)
-}
-
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, at the end of the test or when the tests are interrupted; the
-// last is the first to run.
-func atExit(t testing.TB, f func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	t.Cleanup(once)
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for i := len(undo.fns) - 1; i >= 0; i-- {
-		undo.fns[i]()
-	}
-	undo.fns = nil
-}
-
-func skip(t testing.TB, format string, args ...any) {
-	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
-func within(t testing.TB, d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// tempDir makes a folder that goes when the tests are interrupted, too. It is not below
-// /tmp, which a sandbox covers with its own.
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("/var/tmp", "agentzip-soak-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	return dir
-}
+func TestMain(m *testing.M) { os.Exit(harness.Main(m, "soak")) }
 
 // runtime is the runsc under test.
 type runtime struct {
-	*fleet.Runtime
+	*harness.Runtime
 	// evicts: it is no stock runsc.
 	evicts bool
 }
 
 func newRuntime(t testing.TB) runtime {
 	t.Helper()
-	binary := repoPath(*runtimeFlag)
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
-	out, err := exec.Command(binary, "flags").CombinedOutput()
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		skip(t, "%s does not exist: run `make build` or name a runsc with -runtime", binary)
-	case err != nil:
-		t.Fatalf("%s flags: %v: %s", binary, err, out)
-	}
-	rt := runtime{evicts: bytes.Contains(out, []byte("-agentzip-idle"))}
+	runsc := harness.UnderTest(t)
+	evicts := runsc.Has("agentzip-idle")
 	var flags []string
-	if rt.evicts {
+	if evicts {
 		flags = []string{"--agentzip-trim-after=" + trimAfter.String(), "--agentzip-deepen-after=" + deepenAfter.String()}
 	}
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
-	if err != nil {
-		t.Fatal(err)
-	}
-	rt.Runtime, err = fleet.New(fleet.Options{Binary: binary, Root: root, Flags: append(flags, strings.Fields(*xflags)...)})
-	if err != nil {
-		os.RemoveAll(root)
-		t.Fatal(err)
-	}
-	atExit(t, func() {
-		if err := rt.Close(); err != nil {
-			t.Errorf("cleaning up: %v", err)
-		}
-	})
-	return rt
+	return runtime{harness.NewRuntime(t, harness.Options{
+		Binary:   runsc.Path,
+		Flags:    append(flags, strings.Fields(*xflags)...),
+		Patience: bounded,
+	}), evicts}
 }
 
-// bundle compiles the guest program and writes a bundle that starts it. Its root is the
-// host's, so that is where it finds it.
+var programs = harness.Programs{C: []string{"guest/soaker.c"}}
+
+// bundle writes a bundle that starts the guest program. Its root is the host's, so that
+// is where it finds it.
 func bundle(t testing.TB, mib int) string {
 	t.Helper()
-	if _, err := exec.LookPath("gcc"); err != nil {
-		skip(t, "gcc is missing: apt-get install gcc libc6-dev")
-	}
-	dir := tempDir(t)
-	program := filepath.Join(dir, "soaker")
-	out, err := exec.Command("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-I../integrity/guest", "-static", "-pthread", "-o", program, "guest/soaker.c").CombinedOutput()
-	if err != nil {
-		t.Fatalf("compiling guest/soaker.c (gcc and libc6-dev are needed): %v\n%s", err, out)
-	}
-	if err := fleet.WriteBundle(dir, fleet.Spec{
+	return harness.Bundle(t, fleet.Spec{
 		Rootfs:   "/",
-		Args:     []string{program, fmt.Sprintf("--mb=%d", mib)},
+		Args:     []string{programs.Path(t, "soaker"), fmt.Sprintf("--mb=%d", mib)},
 		Hostname: "soak",
 		Mounts:   []fleet.Mount{{Target: "/dev/shm", Options: []string{"mode=1777"}}},
-	}); err != nil {
-		t.Fatal(err)
-	}
-	return dir
+	})
 }
 
 // guest is a sandbox with the guest program in it.
@@ -227,15 +81,7 @@ type guest struct {
 
 func start(t testing.TB, rt runtime, id, bundle string, mib int) *guest {
 	t.Helper()
-	ctx := within(t, bounded)
-	sb, err := rt.Run(ctx, id, bundle)
-	if err != nil {
-		t.Fatalf("starting %s: %v", id, err)
-	}
-	if line, err := sb.ReadLine(ctx); err != nil || line != "READY" {
-		t.Fatalf("%s: %q, %v", id, line, err)
-	}
-	return &guest{Sandbox: sb, evicts: rt.evicts, model: newModel(mib)}
+	return &guest{Sandbox: rt.Start(t, id, bundle), evicts: rt.evicts, model: newModel(mib)}
 }
 
 // do has the guest take a step. It may be called on any goroutine.
@@ -296,35 +142,6 @@ func (c cost) String() string {
 // outside is the sum of the parts.
 func (c cost) outside() uint64 { return c.anon + c.gofer + c.stubs + c.memfds + c.pageTables }
 
-// processes lists the Sentry, its descendants and the gofer.
-func (g *guest) processes() ([]int, error) {
-	children := map[int][]int{}
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil, err
-	}
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		// The name of a process may hold anything; what follows it does not.
-		b, _ := os.ReadFile(filepath.Join("/proc", e.Name(), "stat"))
-		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
-		if len(f) < 2 {
-			continue
-		}
-		if ppid, err := strconv.Atoi(f[1]); err == nil {
-			children[ppid] = append(children[ppid], pid)
-		}
-	}
-	all := []int{g.Pid(), g.GoferPid()}
-	for i := 0; i < len(all); i++ {
-		all = append(all, children[all[i]]...)
-	}
-	return all, nil
-}
-
 // measure looks from the host, which the sandbox does not notice.
 func (g *guest) measure() (cost, error) {
 	m, err := g.Memory()
@@ -340,14 +157,11 @@ func (g *guest) measure() (cost, error) {
 		spaces:     m.Stubs.AddressSpaces,
 		guest:      m.GuestMemfd,
 	}
-	procs, err := g.processes()
-	if err != nil {
-		return cost{}, err
-	}
+	procs := harness.Processes(g.Sandbox)
 	c.processes = len(procs)
-	for _, pid := range procs {
+	for _, p := range procs {
 		for dir, n := range map[string]*int{"fd": &c.fds, "task": &c.threads} {
-			entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", pid, dir))
+			entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", p.PID, dir))
 			if err != nil && !errors.Is(err, os.ErrNotExist) {
 				return cost{}, err
 			}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // TestBurst: a burst of short processes, then a wait; the sandbox is as small as after
@@ -89,21 +90,17 @@ func TestSoak(t *testing.T) {
 	if err := origin.do(origin.model.sum()); err != nil {
 		t.Fatal(err)
 	}
-	image := filepath.Join(tempDir(t), "image")
-	if err := origin.Checkpoint(within(t, bounded), image, fleet.CheckpointOptions{}); err != nil {
+	image := filepath.Join(harness.TempDir(t), "image")
+	if err := origin.Checkpoint(harness.Within(t, bounded), image, fleet.CheckpointOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	if err := origin.Delete(within(t, bounded)); err != nil {
+	if err := origin.Delete(harness.Within(t, bounded)); err != nil {
 		t.Fatal(err)
 	}
 	var all []*guest
 	for i := range clones {
 		id := fmt.Sprintf("clone%d", i)
-		sb, err := rt.Restore(within(t, bounded), id, bundle, image)
-		if err != nil {
-			t.Fatalf("restoring %s: %v", id, err)
-		}
-		all = append(all, &guest{Sandbox: sb, evicts: rt.evicts, model: slices.Clone(origin.model)})
+		all = append(all, &guest{Sandbox: rt.Clone(t, id, bundle, image), evicts: rt.evicts, model: slices.Clone(origin.model)})
 	}
 
 	rands := make([]*rand.Rand, clones)
