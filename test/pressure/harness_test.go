@@ -2,14 +2,10 @@ package pressure
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"os"
-	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -24,159 +20,37 @@ import (
 
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
-
-var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	stockFlag = flag.String("stock", envOr("AGENTZIP_STOCK", "bin/runsc-stock"),
-		"an unpatched runsc, to compare with; what needs it is skipped if it is missing")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
-)
-
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
 
 const mib = 1 << 20
 
-// prefix starts the name of every other folder and cgroup that the tests make, so that
-// what a killed test run left behind can be told from everything else. The process id
-// of the tests follows. rootPrefix is the same for the folder of a runtime.
-const (
-	prefix     = "agentzip-pressure-"
-	rootPrefix = "/run/" + prefix
-)
+// prefix starts the names of all cgroups that the tests make, so that what a killed
+// test run left behind can be told from everything else, and ownPrefix those of this
+// run: the process id of the tests follows.
+const prefix = "agentzip-pressure-"
 
-// guestParent is where the guest program is. It is not below /tmp, which in the sandbox
-// is another.
-const guestParent = "/var/tmp"
-
-// ownPrefix starts the names of what these tests make.
 var ownPrefix = fmt.Sprintf("%s%d-", prefix, os.Getpid())
 
-// ownerGone tells whether the tests that have made a folder or cgroup have ended.
+// ownerGone tells whether the tests that have made a cgroup have ended.
 func ownerGone(path string) bool {
 	pid, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(path), prefix), "-")
 	_, err := os.Stat(filepath.Join("/proc", pid))
 	return errors.Is(err, os.ErrNotExist)
 }
 
-func repoRoot() string {
-	dir, err := os.Getwd()
-	if err != nil {
-		return "."
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return d
-		}
-	}
-	return dir
-}
-
-// repoPath resolves a path that was given from the top of the repository.
-func repoPath(p string) string {
-	if filepath.IsAbs(p) {
-		return p
-	}
-	return filepath.Join(repoRoot(), p)
-}
-
 func TestMain(m *testing.M) {
-	flag.Parse()
 	if os.Geteuid() == 0 {
 		// A run that was killed could not clean up.
-		stale, _ := filepath.Glob(rootPrefix + "*")
-		for _, dir := range stale {
-			if err := fleet.Reclaim(dir); err != nil && !errors.Is(err, fleet.ErrInUse) {
-				fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
-			}
-		}
 		for _, dir := range cgroups(prefix + "*") {
 			if ownerGone(dir) {
 				removeCgroup(dir)
 			}
 		}
-		for _, parent := range []string{os.TempDir(), guestParent} {
-			dirs, _ := filepath.Glob(filepath.Join(parent, prefix+"*"))
-			for _, dir := range dirs {
-				if ownerGone(dir) {
-					_ = os.RemoveAll(dir)
-				}
-			}
-		}
 	}
-	// Neither Ctrl-C nor a terminated CI job leaves sandboxes behind.
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
+	code := harness.Main(m, "pressure")
 	printTable()
 	os.Exit(code)
-}
-
-// ---- what must not outlive the tests ----------------------------------------
-
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, at the end of the test or when the tests are
-// interrupted; the last is the first to run. Without a test it is at the end of all.
-func atExit(t testing.TB, f func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	if t != nil {
-		t.Cleanup(once)
-	}
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for i := len(undo.fns) - 1; i >= 0; i-- {
-		undo.fns[i]()
-	}
-	undo.fns = nil
-}
-
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", ownPrefix)
-	if err != nil {
-		t.Fatal(err)
-	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	return dir
-}
-
-func skip(t testing.TB, format string, args ...any) {
-	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
-func deadline(d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
-	// The timer goes with the deadline, and a test ends before long.
-	_ = cancel
-	return ctx
 }
 
 // ---- what there is -------------------------------------------------------------
@@ -184,40 +58,25 @@ func deadline(d time.Duration) context.Context {
 // agentzip returns the runsc to test, or skips.
 func agentzip(t testing.TB) string {
 	t.Helper()
-	path := repoPath(*runtimeFlag)
-	if !usable(t, path, "make build", "-runtime") {
-		skip(t, "%s knows no agentzip: a stock runsc?", path)
-	}
+	path := harness.UnderTest(t, "agentzip-idle").Path
+	needLimits(t)
 	return path
 }
 
 // stock returns the runsc to compare with, or skips.
 func stock(t testing.TB) string {
 	t.Helper()
-	path := repoPath(*stockFlag)
-	if usable(t, path, "make stock", "-stock") {
-		skip(t, "%s is no stock runsc", path)
-	}
+	path := harness.Stock(t).Path
+	needLimits(t)
 	return path
 }
 
-// usable tells whether a runsc is ours. It skips where sandboxes with limits cannot run.
-func usable(t testing.TB, path, target, name string) (ours bool) {
+// needLimits skips where sandboxes with limits cannot run.
+func needLimits(t testing.TB) {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
 	if err := memoryController(); err != nil {
-		skip(t, "no sandbox can have a memory limit here: %v", err)
+		harness.Skip(t, "no sandbox can have a memory limit here: %v", err)
 	}
-	out, err := exec.Command(path, "flags").CombinedOutput()
-	if errors.Is(err, os.ErrNotExist) {
-		skip(t, "%s does not exist: run `%s` or name a runsc with %s", path, target, name)
-	}
-	if err != nil {
-		t.Fatalf("%s flags: %v: %s", path, err, out)
-	}
-	return bytes.Contains(out, []byte("-agentzip-idle"))
 }
 
 const limitV1, limitV2 = "memory.limit_in_bytes", "memory.max"
@@ -277,29 +136,13 @@ func hasSwap() bool {
 	return bytes.Count(b, []byte("\n")) > 1
 }
 
-// program returns the folder with the guest program.
-var program = sync.OnceValues(func() (string, error) {
-	dir, err := os.MkdirTemp(guestParent, ownPrefix)
-	if err != nil {
-		return "", err
-	}
-	atExit(nil, func() { os.RemoveAll(dir) })
-	if err := os.Chmod(dir, 0o755); err != nil {
-		return "", err
-	}
-	b, err := exec.Command("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-I../integrity/guest", "-static", "-pthread",
-		"-o", filepath.Join(dir, "pressure"), "guest/pressure.c").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("compiling the guest (gcc and libc6-dev are needed): %w\n%s", err, b)
-	}
-	return dir, nil
-})
+var programs = harness.Programs{C: []string{"guest/pressure.c"}}
 
 // ---- sandboxes -----------------------------------------------------------------
 
 // A host is a runtime, and the cgroups of the sandboxes that it runs.
 type host struct {
-	*fleet.Runtime
+	*harness.Runtime
 	// cgroup is what their names begin with, or the name of the one that they are in.
 	cgroup string
 }
@@ -345,45 +188,17 @@ func (h *host) setLimit(t testing.TB, name string, limit int64) {
 // hosts counts them.
 var hosts int
 
-// newHost returns a host that is closed when the test ends. Its logs are kept under
-// out/ if the test fails.
+// newHost returns a host that is gone when the test has ended.
 func newHost(t testing.TB, binary string, flags ...string) *host {
 	t.Helper()
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
-	if err != nil {
-		t.Fatal(err)
-	}
-	logs := tempDir(t)
-	logFile, err := os.Create(filepath.Join(logs, "fleet.txt"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	rt, err := fleet.New(fleet.Options{
-		Binary: binary,
-		Root:   root,
-		Flags: append([]string{"--ignore-cgroups=false", "--debug", "--debug-log=" + logs + "/",
-			"--panic-log=" + logs + "/panic.txt"}, flags...),
-		Log: logFile,
-	})
-	if err != nil {
-		os.RemoveAll(root)
-		t.Fatal(err)
-	}
 	hosts++
-	h := &host{rt, fmt.Sprintf("%s%d-", ownPrefix, hosts)}
-	atExit(t, func() {
-		if err := rt.Close(); err != nil {
-			t.Errorf("cleaning up: %v", err)
-		}
-		if left := h.removeCgroups(); len(left) != 0 {
-			t.Errorf("these cgroups remain: %q", left)
-		}
-		logFile.Close()
-		if t.Failed() {
-			dst := filepath.Join(repoRoot(), "out", "pressure-failed", strings.ReplaceAll(t.Name(), "/", "-"), filepath.Base(root))
-			os.RemoveAll(dst)
-			t.Logf("logs are in %s (%v)", dst, os.CopyFS(dst, os.DirFS(logs)))
-		}
+	h := &host{cgroup: fmt.Sprintf("%s%d-", ownPrefix, hosts)}
+	h.Runtime = harness.NewRuntime(t, harness.Options{
+		Binary:    binary,
+		Flags:     append([]string{"--ignore-cgroups=false"}, flags...),
+		Logs:      harness.AllLogs,
+		Patience:  time.Minute,
+		Leftovers: h.removeCgroups,
 	})
 	return h
 }
@@ -407,24 +222,14 @@ func (h *host) removeCgroups() (left []string) {
 // or 0.
 func (h *host) bundle(t testing.TB, id string, limit int64) string {
 	t.Helper()
-	if _, err := exec.LookPath("gcc"); err != nil {
-		skip(t, "gcc is missing: apt-get install gcc libc6-dev")
-	}
-	prog, err := program()
-	if err != nil {
-		t.Fatal(err)
-	}
-	dir := tempDir(t)
-	if err := fleet.WriteBundle(dir, fleet.Spec{
+	dir := harness.Bundle(t, fleet.Spec{
 		Rootfs:         "/",
 		ReadonlyRootfs: true,
-		Args:           []string{filepath.Join(prog, "pressure")},
+		Args:           []string{programs.Path(t, "pressure")},
 		Hostname:       "pressure",
 		Mounts:         []fleet.Mount{{Target: "/tmp", Options: []string{"mode=1777"}}},
 		MemoryLimit:    limit,
-	}); err != nil {
-		t.Fatal(err)
-	}
+	})
 	if err := setCgroup(filepath.Join(dir, "config.json"), "/"+h.cgroup+id); err != nil {
 		t.Fatal(err)
 	}
@@ -462,31 +267,19 @@ type guest struct {
 // start runs the program under a limit in bytes, or 0, until it says that it is ready.
 func (h *host) start(t testing.TB, id string, limit int64) *guest {
 	t.Helper()
-	ctx := deadline(time.Minute)
-	sb, err := h.Run(ctx, id, h.bundle(t, id, limit))
-	if err != nil {
-		t.Fatalf("starting %s: %v", id, err)
-	}
-	if line, err := sb.ReadLine(ctx); err != nil || line != "READY" {
-		t.Fatalf("%s: %q, %v", id, line, err)
-	}
-	return &guest{t, sb, limit, time.Now()}
+	return &guest{t, h.Start(t, id, h.bundle(t, id, limit)), limit, time.Now()}
 }
 
 // restore starts a clone of the program under a limit in bytes.
 func (h *host) restore(t testing.TB, id string, limit int64, image string) *guest {
 	t.Helper()
-	sb, err := h.Restore(deadline(time.Minute), id, h.bundle(t, id, limit), image)
-	if err != nil {
-		t.Fatalf("restoring %s: %v", id, err)
-	}
-	return &guest{t, sb, limit, time.Now()}
+	return &guest{t, h.Clone(t, id, h.bundle(t, id, limit), image), limit, time.Now()}
 }
 
 // ask has the guest do something within a minute.
 func (g *guest) ask(format string, args ...any) error {
 	req := fmt.Sprintf(format, args...)
-	reply, err := g.sb.Request(deadline(time.Minute), req)
+	reply, err := g.sb.Request(harness.Within(g.t, time.Minute), req)
 	if err != nil {
 		return fmt.Errorf("%s, %q after %v: %w", g.sb.ID(), req, time.Since(g.began).Round(time.Millisecond), err)
 	}
@@ -505,23 +298,18 @@ func (g *guest) must(format string, args ...any) {
 
 func (g *guest) stats() control.Stats {
 	g.t.Helper()
-	s, err := g.sb.Stats(deadline(time.Minute))
-	if err != nil {
-		g.t.Fatalf("agentzip stats %s: %v", g.sb.ID(), err)
-	}
-	return s
+	return harness.Stats(g.t, g.sb)
 }
 
 // evicted waits until next to nothing of the guest's memory is uncompressed.
 func (g *guest) evicted() {
 	g.t.Helper()
-	var resident uint64
-	for end := time.Now().Add(30 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
-		if resident = g.stats().ResidentBytes; resident < 4*mib {
-			return
+	harness.Eventually(g.t, 30*time.Second, 50*time.Millisecond, g.sb.ID()+" has been evicted", func() error {
+		if resident := g.stats().ResidentBytes; resident >= 4*mib {
+			return fmt.Errorf("%d MiB are in memory", resident/mib)
 		}
-	}
-	g.t.Fatalf("%s still has %d MiB in memory", g.sb.ID(), resident/mib)
+		return nil
+	})
 }
 
 // end ends the guest in order and removes the sandbox. touched is how much memory it
@@ -530,17 +318,15 @@ func (g *guest) end(touched int) control.Stats {
 	g.t.Helper()
 	took := time.Since(g.began)
 	s := g.stats()
-	if r, err := g.sb.Check(deadline(time.Minute)); err != nil || len(r.Problems) != 0 {
-		g.t.Errorf("agentzip check %s: %v, %q", g.sb.ID(), err, r.Problems)
-	}
-	ctx := deadline(time.Minute)
+	harness.Check(g.t, g.sb)
+	ctx := harness.Within(g.t, time.Minute)
 	if err := g.sb.WriteLine(ctx, "quit"); err != nil {
 		g.t.Error(err)
 	}
 	if code, err := g.sb.Wait(ctx); err != nil || code != 0 {
 		g.t.Errorf("%s ended with %d, %v", g.sb.ID(), code, err)
 	}
-	g.delete()
+	harness.Delete(g.t, g.sb)
 	addRow(g.t, g.limit, touched, took, "lives", &s.Pressure)
 	return s
 }
@@ -558,13 +344,6 @@ func (g *guest) pressed(touched int) {
 	}
 }
 
-func (g *guest) delete() {
-	g.t.Helper()
-	if err := g.sb.Delete(deadline(time.Minute)); err != nil {
-		g.t.Errorf("deleting %s: %v", g.sb.ID(), err)
-	}
-}
-
 // killed has the guest do what it has too little memory for, and checks that it is
 // killed for that and how runsc says so. It returns what runsc says.
 func (g *guest) killed(touched int, format string, args ...any) string {
@@ -573,7 +352,7 @@ func (g *guest) killed(touched int, format string, args ...any) string {
 	if err == nil {
 		g.t.Fatalf("%s lives after %q under a limit of %d MiB", g.sb.ID(), fmt.Sprintf(format, args...), g.limit/mib)
 	}
-	code, werr := g.sb.Wait(deadline(time.Minute))
+	code, werr := g.sb.Wait(harness.Within(g.t, time.Minute))
 	took := time.Since(g.began)
 	if werr != nil || code != killedCode {
 		g.t.Errorf("%s ended with %d, %v, want %d: %v", g.sb.ID(), code, werr, killedCode, err)
@@ -582,7 +361,7 @@ func (g *guest) killed(touched int, format string, args ...any) string {
 		g.t.Errorf("%s was killed after %v, want %v at most", g.sb.ID(), took, killedWithin)
 	}
 	msg := g.sb.Stderr()
-	g.delete()
+	harness.Delete(g.t, g.sb)
 	addRow(g.t, g.limit, touched, took, "killed", nil)
 	return msg
 }

@@ -1,12 +1,14 @@
 package pressure
 
 import (
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // limit is that of most sandboxes here, in bytes, and touched is how much memory they
@@ -97,8 +99,8 @@ func TestClone(t *testing.T) {
 	h := newHost(t, agentzip(t))
 	origin := h.start(t, "origin", 0)
 	origin.must("fill %d 1", touched)
-	image := filepath.Join(tempDir(t), "image")
-	if err := origin.sb.Checkpoint(deadline(time.Minute), image, fleet.CheckpointOptions{}); err != nil {
+	image := filepath.Join(harness.TempDir(t), "image")
+	if err := origin.sb.Checkpoint(harness.Within(t, time.Minute), image, fleet.CheckpointOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	g := h.restore(t, "clone", limit, image)
@@ -168,13 +170,12 @@ func TestUpdate(t *testing.T) {
 		t.Helper()
 		h.setLimit(t, "update", limit)
 		g.limit = limit
-		var got uint64
-		for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
-			if got = g.stats().Pressure.LimitBytes; got == uint64(limit) {
-				return
+		harness.Eventually(t, 10*time.Second, 50*time.Millisecond, "the sandbox follows the limit", func() error {
+			if got := g.stats().Pressure.LimitBytes; got != uint64(limit) {
+				return fmt.Errorf("the limit is %d, and the sandbox's is %d", limit, got)
 			}
-		}
-		t.Fatalf("the limit is %d, and the sandbox's is %d", limit, got)
+			return nil
+		})
 	}
 	if p := g.stats().Pressure; p.LimitBytes != 0 || p.Evictions != 0 {
 		t.Errorf("at first: %+v", p)
