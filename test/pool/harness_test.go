@@ -2,19 +2,14 @@ package pool
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"regexp"
 	"strconv"
-	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -22,153 +17,21 @@ import (
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
 	"runsc-agentzip/pkg/pool/server"
+	"runsc-agentzip/test/harness"
 )
 
-var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
-)
-
-func init() {
-	// Given to all tests of sandboxes alike.
-	flag.String("stock", "", "unused: these tests need no stock runsc")
-}
-
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
-
-// rootPrefix starts the name of every folder of a runtime, so that what a killed
-// test run left behind can be told from everything else.
-const rootPrefix = "/run/agentzip-pool-"
-
-func repoRoot() string {
-	dir, err := os.Getwd()
-	if err != nil {
-		return "."
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return d
-		}
-	}
-	return dir
-}
-
-func TestMain(m *testing.M) {
-	flag.Parse()
-	if os.Geteuid() == 0 {
-		// A run that was killed could not clean up.
-		stale, _ := filepath.Glob(rootPrefix + "*")
-		for _, dir := range stale {
-			if err := fleet.Reclaim(dir); err != nil && !errors.Is(err, fleet.ErrInUse) {
-				fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
-			}
-		}
-	}
-	// Neither Ctrl-C nor a terminated CI job leaves sandboxes behind.
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
-	os.Exit(code)
-}
-
-// ---- what must not outlive the tests ----------------------------------------
-
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, at the end of the test or when the tests are
-// interrupted; the last is the first to run.
-func atExit(t testing.TB, f func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	t.Cleanup(once)
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for i := len(undo.fns) - 1; i >= 0; i-- {
-		undo.fns[i]()
-	}
-	undo.fns = nil
-}
-
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "agentzip-pool-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	return dir
-}
-
-func skip(t testing.TB, format string, args ...any) {
-	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
+func TestMain(m *testing.M) { os.Exit(harness.Main(m, "pool")) }
 
 // binary returns the runsc to test, or skips.
 func binary(t testing.TB) string {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
-	path := *runtimeFlag
-	if !filepath.IsAbs(path) {
-		path = filepath.Join(repoRoot(), path)
-	}
-	out, err := exec.Command(path, "flags").CombinedOutput()
-	if errors.Is(err, os.ErrNotExist) {
-		skip(t, "%s does not exist: run `make build` or name a runsc with -runtime", path)
-	}
-	if err != nil {
-		t.Fatalf("%s flags: %v: %s", path, err, out)
-	}
-	if !bytes.Contains(out, []byte("-agentzip-pool")) {
-		skip(t, "%s knows no pool: a stock runsc?", path)
-	}
-	return path
-}
-
-func deadline(d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
-	// The timer goes with the deadline, and a test ends before long.
-	_ = cancel
-	return ctx
+	return harness.UnderTest(t, "agentzip-pool").Path
 }
 
 // eventually waits until f returns nil.
 func eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
-	var err error
-	for end := time.Now().Add(90 * time.Second); time.Now().Before(end); time.Sleep(200 * time.Millisecond) {
-		if err = f(); err == nil {
-			return
-		}
-	}
-	t.Fatalf("%s: %v", what, err)
+	harness.Eventually(t, 90*time.Second, 200*time.Millisecond, what, f)
 }
 
 // ---- pools -------------------------------------------------------------------
@@ -176,11 +39,11 @@ func eventually(t testing.TB, what string, f func() error) {
 // folder returns one for a pool's socket, which has to have a short path.
 func folder(t testing.TB) string {
 	t.Helper()
-	dir, err := os.MkdirTemp(filepath.Dir(rootPrefix), "agentzip-sock-")
+	dir, err := os.MkdirTemp("/run", "agentzip-sock-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	atExit(t, func() { os.RemoveAll(dir) })
+	harness.AtExit(t, func() { os.RemoveAll(dir) })
 	return dir
 }
 
@@ -196,7 +59,7 @@ type pool struct {
 // launchPool starts a pool.
 func launchPool(t testing.TB, socket string, flags ...string) *pool {
 	t.Helper()
-	p := &pool{t: t, binary: binary(t), socket: socket, log: filepath.Join(tempDir(t), "pool.txt")}
+	p := &pool{t: t, binary: binary(t), socket: socket, log: filepath.Join(harness.TempDir(t), "pool.txt")}
 	out, err := os.Create(p.log)
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +72,7 @@ func launchPool(t testing.TB, socket string, flags ...string) *pool {
 	if err := p.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	atExit(t, func() {
+	harness.AtExit(t, func() {
 		if t.Failed() {
 			b, _ := os.ReadFile(p.log)
 			var out []byte
@@ -299,88 +162,25 @@ func endByLog(t testing.TB, socket string) {
 
 // ---- sandboxes -----------------------------------------------------------------
 
-// newRuntime returns a runtime that is closed when the test ends. Its logs are
-// kept under out/ if the test fails.
-func newRuntime(t testing.TB, flags ...string) *fleet.Runtime {
+func newRuntime(t testing.TB, flags ...string) *harness.Runtime {
 	t.Helper()
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
-	if err != nil {
-		t.Fatal(err)
-	}
-	logs := tempDir(t)
-	logFile, err := os.Create(filepath.Join(logs, "fleet.txt"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	rt, err := fleet.New(fleet.Options{
-		Binary: binary(t),
-		Root:   root,
-		Flags:  append([]string{"--debug", "--debug-log=" + logs + "/", "--panic-log=" + logs + "/panic.txt"}, flags...),
-		Log:    logFile,
-	})
-	if err != nil {
-		os.RemoveAll(root)
-		t.Fatal(err)
-	}
-	atExit(t, func() {
-		if err := rt.Close(); err != nil {
-			t.Errorf("cleaning up: %v", err)
-		}
-		logFile.Close()
-		if t.Failed() {
-			dst := filepath.Join(repoRoot(), "out", "pool-failed", strings.ReplaceAll(t.Name(), "/", "-"), filepath.Base(root))
-			os.RemoveAll(dst)
-			t.Logf("logs are in %s (%v)", dst, os.CopyFS(dst, os.DirFS(logs)))
-		}
-	})
-	return rt
+	return harness.NewRuntime(t, harness.Options{Binary: binary(t), Flags: flags, Logs: harness.AllLogs})
 }
 
-var program struct {
-	sync.Once
-	dir string
-	err error
-}
+var programs = harness.Programs{C: []string{"guest/*.c"}}
 
 // bundle writes the bundle that a guest is started and restored with. Its
 // arguments are those of /sibling unless others are given.
 func bundle(t testing.TB, annotations map[string]string, args ...string) string {
 	t.Helper()
-	if _, err := exec.LookPath("gcc"); err != nil {
-		skip(t, "gcc is missing: apt-get install gcc libc6-dev")
-	}
-	program.Do(func() {
-		if program.dir, program.err = os.MkdirTemp("", "agentzip-pool-guest-"); program.err != nil {
-			return
-		}
-		undo.Lock()
-		undo.fns = append(undo.fns, func() { os.RemoveAll(program.dir) })
-		undo.Unlock()
-		os.Chmod(program.dir, 0o755)
-		for _, name := range []string{"sibling", "burst"} {
-			b, err := exec.Command("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-I../integrity/guest", "-static", "-pthread",
-				"-o", filepath.Join(program.dir, name), "guest/"+name+".c").CombinedOutput()
-			if err != nil {
-				program.err = fmt.Errorf("compiling the guest %s (gcc and libc6-dev are needed): %w\n%s", name, err, b)
-				return
-			}
-		}
-	})
-	if program.err != nil {
-		t.Fatal(program.err)
-	}
 	if len(args) == 0 {
 		args = []string{"/sibling"}
 	}
-	dir := tempDir(t)
-	if err := fleet.WriteBundle(dir, fleet.Spec{
-		Rootfs:      program.dir,
+	return harness.Bundle(t, fleet.Spec{
+		Rootfs:      programs.Dir(t),
 		Args:        args,
 		Annotations: annotations,
-	}); err != nil {
-		t.Fatal(err)
-	}
-	return dir
+	})
 }
 
 // domain are the annotations of a sandbox of the domain.
@@ -395,26 +195,14 @@ type guest struct {
 }
 
 // start runs the program until it says that it is ready.
-func start(t testing.TB, rt *fleet.Runtime, id, bundle string, opts ...fleet.StartOption) *guest {
+func start(t testing.TB, rt *harness.Runtime, id, bundle string, opts ...fleet.StartOption) *guest {
 	t.Helper()
-	ctx := deadline(2 * time.Minute)
-	sb, err := rt.Run(ctx, id, bundle, opts...)
-	if err != nil {
-		t.Fatalf("starting %s: %v", id, err)
-	}
-	if line, err := sb.ReadLine(ctx); err != nil || line != "READY" {
-		t.Fatalf("%s: %q, %v", id, line, err)
-	}
-	return &guest{t, sb}
+	return &guest{t, rt.Start(t, id, bundle, opts...)}
 }
 
-func restore(t testing.TB, rt *fleet.Runtime, id, bundle, image string) *guest {
+func restore(t testing.TB, rt *harness.Runtime, id, bundle, image string) *guest {
 	t.Helper()
-	sb, err := rt.Restore(deadline(2*time.Minute), id, bundle, image)
-	if err != nil {
-		t.Fatalf("restoring %s: %v", id, err)
-	}
-	return &guest{t, sb}
+	return &guest{t, rt.Clone(t, id, bundle, image)}
 }
 
 // template returns an image of the program that bundle starts with the arguments.
@@ -422,8 +210,8 @@ func template(t testing.TB, args ...string) string {
 	t.Helper()
 	rt := newRuntime(t)
 	g := start(t, rt, "origin", bundle(t, nil, args...))
-	image := filepath.Join(tempDir(t), "image")
-	if err := g.sb.Checkpoint(deadline(2*time.Minute), image, fleet.CheckpointOptions{}); err != nil {
+	image := filepath.Join(harness.TempDir(t), "image")
+	if err := g.sb.Checkpoint(harness.Within(t, 2*time.Minute), image, fleet.CheckpointOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	return image
@@ -433,7 +221,7 @@ func template(t testing.TB, args ...string) string {
 func (g *guest) must(format string, args ...any) {
 	g.t.Helper()
 	req := fmt.Sprintf(format, args...)
-	reply, err := g.sb.Request(deadline(2*time.Minute), req)
+	reply, err := g.sb.Request(harness.Within(g.t, 2*time.Minute), req)
 	if err != nil || reply != "OK" {
 		g.t.Fatalf("%s: %s: %q, %v", g.sb.ID(), req, reply, err)
 	}
@@ -441,16 +229,12 @@ func (g *guest) must(format string, args ...any) {
 
 func (g *guest) stats() control.Stats {
 	g.t.Helper()
-	s, err := g.sb.Stats(deadline(time.Minute))
-	if err != nil {
-		g.t.Fatalf("agentzip stats %s: %v", g.sb.ID(), err)
-	}
-	return s
+	return harness.Stats(g.t, g.sb)
 }
 
 func (g *guest) evict() {
 	g.t.Helper()
-	if _, err := g.sb.Evict(deadline(time.Minute)); err != nil {
+	if _, err := g.sb.Evict(harness.Within(g.t, time.Minute)); err != nil {
 		g.t.Fatalf("agentzip evict %s: %v", g.sb.ID(), err)
 	}
 }
@@ -458,10 +242,7 @@ func (g *guest) evict() {
 // check has the runtime and the guest look at all of its memory.
 func (g *guest) check() {
 	g.t.Helper()
-	r, err := g.sb.Check(deadline(time.Minute))
-	if err != nil || len(r.Problems) != 0 {
-		g.t.Errorf("agentzip check %s: %v, %q", g.sb.ID(), err, r.Problems)
-	}
+	harness.Check(g.t, g.sb)
 	g.must("check")
 }
 

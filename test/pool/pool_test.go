@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -18,6 +17,7 @@ import (
 
 	"runsc-agentzip/pkg/fleet"
 	"runsc-agentzip/pkg/pool/wire"
+	"runsc-agentzip/test/harness"
 )
 
 // common is how many pages the siblings have in common besides the template's,
@@ -149,7 +149,7 @@ func TestPoolIdle(t *testing.T) {
 	if len(files) != 1 {
 		t.Errorf("registrations: %q", files)
 	}
-	if err := g.sb.Delete(deadline(time.Minute)); err != nil {
+	if err := g.sb.Delete(harness.Within(t, time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	if err := p.cmd.Wait(); err != nil {
@@ -213,7 +213,7 @@ func TestRegistrations(t *testing.T) {
 		}
 	}
 	must(registered(gs...))
-	must(gs[0].sb.Delete(deadline(time.Minute)))
+	must(gs[0].sb.Delete(harness.Within(t, time.Minute)))
 	must(registered(gs[1:]...))
 	if s, err := p.stats(); err != nil || s.Total.Clients != 2 {
 		t.Errorf("%d clients, %v", s.Total.Clients, err)
@@ -221,12 +221,7 @@ func TestRegistrations(t *testing.T) {
 
 	p.end()
 	pid := gs[1].sb.Pid()
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	must(err)
-	_, after, _ := strings.Cut(string(stat), ") ")
-	parent, err := strconv.Atoi(strings.Fields(after)[1])
-	must(err)
-	for _, pid := range []int{parent, pid} { // runsc would delete it
+	for _, pid := range []int{harness.Parent(t, pid), pid} { // runsc would delete it
 		must(syscall.Kill(pid, syscall.SIGKILL))
 	}
 	must(registered(gs[1:]...))
@@ -238,9 +233,9 @@ func TestRegistrations(t *testing.T) {
 		}
 		return errors.Join(err, registered(gs[2]))
 	})
-	must(gs[1].sb.Delete(deadline(time.Minute)))
+	must(gs[1].sb.Delete(harness.Within(t, time.Minute)))
 	must(registered(gs[2]))
-	must(gs[2].sb.Delete(deadline(time.Minute)))
+	must(gs[2].sb.Delete(harness.Within(t, time.Minute)))
 	must(registered())
 	if _, err := p.stats(); err != nil {
 		t.Error(err)
@@ -250,7 +245,7 @@ func TestRegistrations(t *testing.T) {
 
 func TestStartOnDemand(t *testing.T) {
 	socket := filepath.Join(folder(t), "deeper", "pool.sock")
-	atExit(t, func() { endByLog(t, socket) })
+	harness.AtExit(t, func() { endByLog(t, socket) })
 	rt := newRuntime(t, "--agentzip-pool="+socket, "--agentzip-pool-start", "--agentzip-domain=tenant")
 	b := bundle(t, nil)
 	for i := range 2 {
@@ -322,7 +317,7 @@ func TestNoPool(t *testing.T) {
 			g.evict()
 			g.private("disconnected")
 			g.check()
-			if err := g.sb.Delete(deadline(time.Minute)); err != nil {
+			if err := g.sb.Delete(harness.Within(t, time.Minute)); err != nil {
 				t.Error(err)
 			}
 		})
@@ -354,7 +349,7 @@ func listen(t *testing.T, network, socket string, msg []byte) {
 // TestSettings: what a container must not choose, and what makes no sense, is
 // refused by name.
 func TestSettings(t *testing.T) {
-	ctx := deadline(2 * time.Minute)
+	ctx := harness.Within(t, 2*time.Minute)
 	rt := newRuntime(t)
 	for i, c := range []struct {
 		flags       []string
