@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // idleFor is how long a sandbox has to wait until all work that is done in a wait
@@ -84,7 +84,7 @@ func calm(guests []*guest) int {
 }
 
 // cost is the processor time that the runtime's sandboxes have used.
-func cost(t *testing.T, rt *fleet.Runtime) time.Duration {
+func cost(t *testing.T, rt *harness.Runtime) time.Duration {
 	t.Helper()
 	var sum time.Duration
 	for _, sb := range rt.Sandboxes() {

@@ -1,31 +1,22 @@
 package phase
 
 import (
-	"bytes"
-	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
 	"os/exec"
-	"os/signal"
-	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
 	roundsFlag = flag.Int("rounds", 3, "how often each shape of program is asked for short and for long work")
 	waitFlag   = flag.Duration("wait", 1500*time.Millisecond, "how long a sandbox is left alone after an answer")
 
@@ -34,8 +25,6 @@ var (
 
 func init() {
 	flag.Var(&longFlag, "long", "measure what waiting sandboxes cost: 16, or so many with -long=N")
-	// Given to all tests of sandboxes alike.
-	flag.String("stock", "", "unused: these tests need no stock runsc")
 }
 
 // A countFlag is a flag that is given with or without a number.
@@ -63,174 +52,26 @@ func (c *countFlag) Set(s string) error {
 	return nil
 }
 
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
-
-// rootPrefix starts the name of every folder of a runtime, so that what a killed
-// test run left behind can be told from everything else.
-const rootPrefix = "/run/agentzip-phase-"
-
 // python is the interpreter of the host, whose root filesystem is the guests' too.
 const python = "/usr/bin/python3"
 
-func repoRoot() string {
-	dir, err := os.Getwd()
-	if err != nil {
-		return "."
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return d
-		}
-	}
-	return dir
-}
-
 func TestMain(m *testing.M) {
-	flag.Parse()
-	// Sandboxes do not outlive a run that was killed, their folders do. They are left
-	// alone: process ids that runsc wrote down there may be other processes' by now.
-	if stale, _ := filepath.Glob(rootPrefix + "*"); len(stale) != 0 {
-		fmt.Fprintf(os.Stderr, "left behind by a run that was killed, or in use by another: %s\n", strings.Join(stale, " "))
-	}
-	// Neither Ctrl-C nor a terminated CI job leaves sandboxes behind.
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
+	code := harness.Main(m, "phase")
 	printTable(os.Stdout)
 	os.Exit(code)
 }
 
-// ---- what must not outlive the tests ----------------------------------------
-
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, at the end of the test or when the tests are
-// interrupted; the last is the first to run. With a nil t it is the end of all tests.
-func atExit(t testing.TB, f func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	if t != nil {
-		t.Cleanup(once)
-	}
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for i := len(undo.fns) - 1; i >= 0; i-- {
-		undo.fns[i]()
-	}
-	undo.fns = nil
-}
-
-func tempDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "agentzip-phase-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	return dir
-}
-
-func skip(t testing.TB, format string, args ...any) {
-	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
-// binary returns the runsc to test, or skips.
-func binary(t testing.TB) string {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
-	path := *runtimeFlag
-	if !filepath.IsAbs(path) {
-		path = filepath.Join(repoRoot(), path)
-	}
-	out, err := exec.Command(path, "flags").CombinedOutput()
-	if errors.Is(err, os.ErrNotExist) {
-		skip(t, "%s does not exist: run `make build` or name a runsc with -runtime", path)
-	}
-	if err != nil {
-		t.Fatalf("%s flags: %v: %s", path, err, out)
-	}
-	if !bytes.Contains(out, []byte("-agentzip-idle")) {
-		skip(t, "%s recognises no waits: a stock runsc?", path)
-	}
-	return path
-}
-
-func deadline(d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
-	// The timer goes with the deadline, and a test ends before long.
-	_ = cancel
-	return ctx
-}
-
 // ---- guest programs -------------------------------------------------------------
 
-var guests struct {
-	sync.Once
-	dir string
-	err error
-}
+var programs = harness.Programs{Go: []string{"guest/goguest"}, Files: []string{"guest/server.py", "guest/server.js"}}
 
 // guestPath returns where the guest finds a program: goguest, server.py, server.js.
 func guestPath(t testing.TB, name string) string {
 	t.Helper()
 	if _, err := os.Stat(python); err != nil {
-		skip(t, "%s is missing: apt-get install python3", python)
+		harness.Skip(t, "%s is missing: apt-get install python3", python)
 	}
-	// Before the first sandbox starts: it need not notice files that appear later.
-	guests.Do(func() {
-		if guests.dir, guests.err = os.MkdirTemp("", "agentzip-phase-guest-"); guests.err != nil {
-			return
-		}
-		atExit(nil, func() { os.RemoveAll(guests.dir) })
-		if guests.err = os.Chmod(guests.dir, 0o755); guests.err != nil {
-			return
-		}
-		for _, script := range []string{"server.py", "server.js"} {
-			b, err := os.ReadFile(filepath.Join("guest", script))
-			if err == nil {
-				err = os.WriteFile(filepath.Join(guests.dir, script), b, 0o644)
-			}
-			if err != nil {
-				guests.err = err
-				return
-			}
-		}
-		cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", filepath.Join(guests.dir, "goguest"), "./guest/goguest")
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if b, err := cmd.CombinedOutput(); err != nil {
-			guests.err = fmt.Errorf("building goguest (the go command is needed): %w\n%s", err, b)
-		}
-	})
-	if guests.err != nil {
-		t.Fatal(guests.err)
-	}
-	return filepath.Join(guests.dir, name)
+	return programs.Path(t, name)
 }
 
 // server are the arguments that start server.py.
@@ -241,48 +82,19 @@ func server(t testing.TB, args ...string) []string {
 
 // ---- sandboxes -----------------------------------------------------------------
 
-// newRuntime returns a runtime that is closed when the test ends. Its logs are
-// kept under out/ if the test fails.
-func newRuntime(t testing.TB, flags ...string) *fleet.Runtime {
+func newRuntime(t testing.TB, flags ...string) *harness.Runtime {
 	t.Helper()
-	path := binary(t)
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
-	if err != nil {
-		t.Fatal(err)
-	}
-	logs := tempDir(t)
-	logFile, err := os.Create(filepath.Join(logs, "fleet.txt"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	rt, err := fleet.New(fleet.Options{
-		Binary: path,
-		Root:   root,
-		Flags:  append([]string{"--debug", "--debug-log=" + logs + "/", "--panic-log=" + logs + "/panic.txt"}, flags...),
-		Log:    logFile,
+	return harness.NewRuntime(t, harness.Options{
+		Binary: harness.UnderTest(t, "agentzip-idle").Path,
+		Flags:  flags,
+		Logs:   harness.AllLogs,
 	})
-	if err != nil {
-		os.RemoveAll(root)
-		t.Fatal(err)
-	}
-	atExit(t, func() {
-		if err := rt.Close(); err != nil {
-			t.Errorf("cleaning up: %v", err)
-		}
-		logFile.Close()
-		if t.Failed() {
-			dst := filepath.Join(repoRoot(), "out", "phase-failed", strings.ReplaceAll(t.Name(), "/", "-"))
-			os.RemoveAll(dst)
-			t.Logf("logs are in %s (%v)", dst, os.CopyFS(dst, os.DirFS(logs)))
-		}
-	})
-	return rt
 }
 
 // A guest is a sandbox with a program in it.
 type guest struct {
 	t  testing.TB
-	rt *fleet.Runtime
+	rt *harness.Runtime
 	sb *fleet.Sandbox
 	// ask has the program compute for so many milliseconds and returns when it
 	// has answered. It may be called by another goroutine than the test's.
@@ -300,33 +112,35 @@ func (g *guest) in(t testing.TB) *guest {
 
 // start runs a program that writes READY to its standard output. Unless ask is
 // replaced it answers lines from its standard input.
-func start(t testing.TB, rt *fleet.Runtime, id string, args ...string) *guest {
+func start(t testing.TB, rt *harness.Runtime, id string, args ...string) *guest {
 	t.Helper()
-	g := launch(t, rt, id, args...)
-	if line, err := g.sb.ReadLine(deadline(time.Minute)); err != nil || line != "READY" {
-		t.Fatalf("%s: %q, %v, want READY", id, line, err)
-	}
-	return g
+	return newGuest(t, rt, rt.Start(t, id, bundle(t, args...)))
 }
 
 // launch runs a program.
-func launch(t testing.TB, rt *fleet.Runtime, id string, args ...string) *guest {
+func launch(t testing.TB, rt *harness.Runtime, id string, args ...string) *guest {
 	t.Helper()
+	sb, err := rt.Run(harness.Within(t, 2*time.Minute), id, bundle(t, args...))
+	if err != nil {
+		t.Fatalf("starting %s: %v", id, err)
+	}
+	return newGuest(t, rt, sb)
+}
+
+func bundle(t testing.TB, args ...string) string {
+	t.Helper()
+	// Before the first sandbox starts: it need not notice files that appear later.
 	guestPath(t, "")
-	dir := tempDir(t)
-	if err := fleet.WriteBundle(dir, fleet.Spec{
+	return harness.Bundle(t, fleet.Spec{
 		Rootfs:   "/",
 		Args:     args,
 		Hostname: "phase",
 		Env:      []string{"LC_ALL=C.UTF-8", "HOME=/var/tmp"},
 		Mounts:   []fleet.Mount{{Target: "/dev/shm", Options: []string{"mode=1777"}}},
-	}); err != nil {
-		t.Fatal(err)
-	}
-	sb, err := rt.Run(deadline(2*time.Minute), id, dir)
-	if err != nil {
-		t.Fatalf("starting %s: %v", id, err)
-	}
+	})
+}
+
+func newGuest(t testing.TB, rt *harness.Runtime, sb *fleet.Sandbox) *guest {
 	g := &guest{t: t, rt: rt, sb: sb}
 	g.ask = func(ms int) error { return g.line(fmt.Sprintf("work %d", ms), "OK") }
 	return g
@@ -334,7 +148,7 @@ func launch(t testing.TB, rt *fleet.Runtime, id string, args ...string) *guest {
 
 // line sends a line and checks the answer.
 func (g *guest) line(line, want string) error {
-	got, err := g.sb.Request(deadline(time.Minute), line)
+	got, err := g.sb.Request(harness.Within(g.t, time.Minute), line)
 	if err == nil && got != want {
 		err = fmt.Errorf("%s: the guest answered %q, want %q", line, got, want)
 	}
@@ -344,7 +158,7 @@ func (g *guest) line(line, want string) error {
 // number sends a line and returns the number that is the answer.
 func (g *guest) number(line string) int {
 	g.t.Helper()
-	got, err := g.sb.Request(deadline(time.Minute), line)
+	got, err := g.sb.Request(harness.Within(g.t, time.Minute), line)
 	if err != nil {
 		g.t.Fatal(err)
 	}
@@ -357,7 +171,7 @@ func (g *guest) number(line string) int {
 
 // exec runs a command in the sandbox, which has to succeed.
 func (g *guest) exec(args ...string) (string, error) {
-	res, err := g.sb.Exec(deadline(time.Minute), args...)
+	res, err := g.sb.Exec(harness.Within(g.t, time.Minute), args...)
 	if err == nil && res.ExitCode != 0 {
 		err = fmt.Errorf("%q in the sandbox: exit code %d: %s", args, res.ExitCode, res.Stderr)
 	}
@@ -395,10 +209,7 @@ func (s sample) String() string {
 func (g *guest) look() sample {
 	g.t.Helper()
 	s := sample{asked: time.Now()}
-	stats, err := g.sb.Stats(deadline(time.Minute))
-	if err != nil {
-		g.t.Fatalf("agentzip stats %s: %v", g.sb.ID(), err)
-	}
+	stats := harness.Stats(g.t, g.sb)
 	s.at, s.Phase = time.Now(), stats.Phase
 	return s
 }

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 // noWait fails if a sandbox was seen to wait after it was seen working.
@@ -47,7 +49,7 @@ func TestComputation(t *testing.T) {
 		}
 		var answered time.Time
 		samples, err := g.during(func() error {
-			line, err := g.sb.ReadLine(deadline(time.Minute))
+			line, err := g.sb.ReadLine(harness.Within(g.t, time.Minute))
 			if err == nil && line != "DONE" {
 				err = fmt.Errorf("the guest said %q, want DONE", line)
 			}

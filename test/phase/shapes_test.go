@@ -13,7 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // A shape is one way in which programs are built.
@@ -21,36 +21,36 @@ type shape struct {
 	name string
 	// beats says that something runs in the background.
 	beats bool
-	start func(t testing.TB, rt *fleet.Runtime, id string) *guest
+	start func(t testing.TB, rt *harness.Runtime, id string) *guest
 }
 
 const node = "/usr/bin/node"
 
 var shapes = []shape{
-	{"stdio server", false, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"stdio server", false, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return start(t, rt, id, server(t, "stdio")...)
 	}},
-	{"unix socket server", false, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"unix socket server", false, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return client(start(t, rt, id, server(t, "unix", "/dev/shm/server")...), "unix", "/dev/shm/server")
 	}},
-	{"tcp server", false, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"tcp server", false, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return client(start(t, rt, id, server(t, "tcp", "7001")...), "tcp", "127.0.0.1:7001")
 	}},
 	{"exec per step", false, execPerStep},
-	{"asyncio", true, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"asyncio", true, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return start(t, rt, id, server(t, "asyncio")...)
 	}},
-	{"node", true, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"node", true, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		if _, err := os.Stat(node); err != nil {
 			// Not among the packages that are always installed.
 			t.Skipf("%s is missing", node)
 		}
 		return start(t, rt, id, node, guestPath(t, "server.js"))
 	}},
-	{"go server", true, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"go server", true, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return start(t, rt, id, guestPath(t, "goguest"), "serve")
 	}},
-	{"shell and client", false, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"shell and client", false, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		// The shell waits for its child, the client for the server, the server
 		// for somebody from outside.
 		g := start(t, rt, id, "/bin/sh", "-c",
@@ -59,20 +59,20 @@ var shapes = []shape{
 			if _, err := g.exec(guestPath(t, "goguest"), "ask", "tcp", "127.0.0.1:7002", fmt.Sprintf("answer %d", ms)); err != nil {
 				return err
 			}
-			if line, err := g.sb.ReadLine(deadline(time.Minute)); err != nil || line != "DONE" {
+			if line, err := g.sb.ReadLine(harness.Within(g.t, time.Minute)); err != nil || line != "DONE" {
 				return fmt.Errorf("the client said %q, %v, want DONE", line, err)
 			}
 			return nil
 		}
 		return g
 	}},
-	{"polling thread", true, func(t testing.TB, rt *fleet.Runtime, id string) *guest {
+	{"polling thread", true, func(t testing.TB, rt *harness.Runtime, id string) *guest {
 		return start(t, rt, id, server(t, "polling")...)
 	}},
 }
 
 // execPerStep starts a sandbox whose root process sleeps; each request is a process.
-func execPerStep(t testing.TB, rt *fleet.Runtime, id string) *guest {
+func execPerStep(t testing.TB, rt *harness.Runtime, id string) *guest {
 	g := launch(t, rt, id, "/bin/sleep", "infinity")
 	g.ask = func(ms int) error {
 		_, err := g.exec(python, "-B", "-S", "-c", fmt.Sprintf(
