@@ -1,4 +1,4 @@
-package fleet
+package bundle
 
 import (
 	"bytes"
@@ -40,7 +40,7 @@ var mkfsOptions = []string{"--quiet", "-E", "noinline_data", "-x-1", "--preserve
 // keep what they have.
 func MakeRootImage(ctx context.Context, image, dir string) error {
 	if err := makeRootImage(ctx, image, dir); err != nil {
-		return fmt.Errorf("fleet: making %s of %s: %w", image, dir, err)
+		return fmt.Errorf("bundle: making %s of %s: %w", image, dir, err)
 	}
 	return nil
 }
