@@ -15,6 +15,9 @@
 //	err = sb.Checkpoint(ctx, image, fleet.CheckpointOptions{})
 //	clone, err := rt.Restore(ctx, "clone-1", dir, image)
 //
+// Commands that end by themselves, exec among them, go through package client, which
+// is the one for programs that keep sandboxes.
+//
 // # Lifetime
 //
 // Sandboxes are attached: they live no longer than the process that started
@@ -24,7 +27,6 @@
 package fleet
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -41,6 +43,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/pkg/client"
 )
 
 // DefaultFlags are the global runsc flags every command gets before
@@ -55,7 +59,10 @@ var DefaultFlags = []string{
 
 // ErrNoAgentzip is returned by Stats, Evict and Check when the binary is a
 // runsc without the agentzip commands.
-var ErrNoAgentzip = errors.New("this runsc has no agentzip commands (a stock binary?)")
+var ErrNoAgentzip = client.ErrNoAgentzip
+
+// CommandError is the failure of one runsc command.
+type CommandError = client.CommandError
 
 // Options configure a Runtime.
 type Options struct {
@@ -83,6 +90,7 @@ type Runtime struct {
 	binary string
 	root   string
 	flags  []string
+	client *client.Client // for commands that end by themselves
 	lock   *os.File
 	spawn  *spawner
 
@@ -99,7 +107,7 @@ func New(o Options) (*Runtime, error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("fleet: sandboxes need root (namespaces, mounts): run as root, e.g. with sudo")
 	}
-	bin, err := checkBinary(o.Binary)
+	bin, err := client.FindBinary(o.Binary)
 	if err != nil {
 		return nil, err
 	}
@@ -129,7 +137,16 @@ func New(o Options) (*Runtime, error) {
 		log:       o.Log,
 		sandboxes: make(map[string]*Sandbox),
 	}
-	if err := r.saveRecord(); err != nil {
+	r.client, err = client.New(client.Options{
+		Binary: bin,
+		Root:   root,
+		Flags:  slices.Concat(DefaultFlags, o.Flags),
+		Trace:  func(args []string) { r.logf("runsc %s", strings.Join(args, " ")) },
+	})
+	if err == nil {
+		err = r.saveRecord()
+	}
+	if err != nil {
 		r.Close()
 		return nil, err
 	}
@@ -145,41 +162,12 @@ func (r *Runtime) Root() string { return r.root }
 // Version returns the binary's version string. A checkpoint image restores only
 // under a runsc of the version that made it.
 func (r *Runtime) Version(ctx context.Context) (string, error) {
-	out, err := r.run(ctx, "--version")
+	out, err := r.client.Command(ctx, "--version")
 	if err != nil {
 		return "", err
 	}
 	first, _, _ := strings.Cut(string(out), "\n")
 	return strings.TrimSpace(strings.TrimPrefix(first, "runsc version ")), nil
-}
-
-// checkBinary resolves the path and refuses what cannot work.
-func checkBinary(path string) (string, error) {
-	if path == "" {
-		return "", errors.New("fleet: no runsc binary given")
-	}
-	abs, err := filepath.Abs(path)
-	if err != nil {
-		return "", fmt.Errorf("fleet: runsc binary %s: %w", path, err)
-	}
-	real, err := filepath.EvalSymlinks(abs)
-	if err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return "", fmt.Errorf("fleet: runsc binary %s does not exist: build it first (make build)", path)
-		}
-		return "", fmt.Errorf("fleet: runsc binary %s: %w", path, err)
-	}
-	if strings.HasPrefix(real, "/tmp/") {
-		return "", fmt.Errorf("fleet: runsc binary %s lies under /tmp, which the sandbox process covers with its own root, so it could not execute itself: copy it elsewhere, e.g. to /usr/local/bin", real)
-	}
-	fi, err := os.Stat(real)
-	if err != nil {
-		return "", fmt.Errorf("fleet: runsc binary: %w", err)
-	}
-	if !fi.Mode().IsRegular() || fi.Mode()&0o111 == 0 {
-		return "", fmt.Errorf("fleet: %s is not an executable file (mode %v)", path, fi.Mode())
-	}
-	return real, nil
 }
 
 // makeRoot creates the root directory a caller chose, or makes sure that it
@@ -282,51 +270,6 @@ func (r *Runtime) isClosed() bool {
 func (r *Runtime) args(args ...string) []string {
 	return slices.Concat(r.flags, args)
 }
-
-// command prepares a short-lived runsc command. It runs in a process group of
-// its own: a Ctrl-C on the terminal is for the program that uses this package,
-// which then cleans up with these very commands.
-func (r *Runtime) command(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, r.binary, r.args(args...)...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	// A killed command may leave grandchildren holding its pipes.
-	cmd.WaitDelay = 5 * time.Second
-	r.logf("runsc %s", strings.Join(args, " "))
-	return cmd
-}
-
-// run runs a short-lived runsc command and returns its output. A failure
-// carries what the command wrote to stderr.
-func (r *Runtime) run(ctx context.Context, args ...string) (stdout []byte, err error) {
-	cmd := r.command(ctx, args...)
-	var out, errOut bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &errOut
-	if err := cmd.Run(); err != nil {
-		if ctx.Err() != nil {
-			err = ctx.Err()
-		}
-		return out.Bytes(), &CommandError{Command: args[0], Err: err, Stderr: strings.TrimSpace(errOut.String())}
-	}
-	return out.Bytes(), nil
-}
-
-// CommandError is the failure of one runsc command.
-type CommandError struct {
-	Command string // runsc's command: "run", "checkpoint", ...
-	Err     error  // usually *exec.ExitError
-	Stderr  string // what runsc said
-}
-
-func (e *CommandError) Error() string {
-	if e.Stderr == "" {
-		return fmt.Sprintf("runsc %s: %v", e.Command, e.Err)
-	}
-	// A usage error comes with a page of text that says nothing more.
-	msg, _, _ := strings.Cut(e.Stderr, "\nUsage:")
-	return fmt.Sprintf("runsc %s: %v: %s", e.Command, e.Err, strings.TrimSpace(msg))
-}
-
-func (e *CommandError) Unwrap() error { return e.Err }
 
 func (r *Runtime) logf(format string, args ...any) {
 	if r.log == nil {
@@ -476,7 +419,7 @@ func Reclaim(root string) error {
 		// runsc would kill whoever has the id of a process of the sandbox now. Its
 		// state files go with the root directory then.
 		reused := slices.ContainsFunc(s.Processes, processID.reused)
-		if _, err := checkBinary(rec.Binary); err == nil && !reused {
+		if _, err := client.FindBinary(rec.Binary); err == nil && !reused {
 			ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 			// Best effort: its processes are gone; this removes state files
 			// and a control socket that did not fit into the root directory.

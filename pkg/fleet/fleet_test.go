@@ -13,63 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestCheckBinary(t *testing.T) {
-	// Not t.TempDir(), which is usually below /tmp.
-	dir, err := os.MkdirTemp("/var/tmp", "fleet-test-")
-	if err != nil {
-		t.Skip(err)
-	}
-	defer os.RemoveAll(dir)
-	good := filepath.Join(dir, "runsc")
-	plain := filepath.Join(dir, "plain")
-	link := filepath.Join(dir, "link")
-	for path, mode := range map[string]os.FileMode{good: 0o755, plain: 0o644} {
-		if err := os.WriteFile(path, nil, mode); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := os.Symlink(good, link); err != nil {
-		t.Fatal(err)
-	}
-	tmp, err := os.MkdirTemp("/tmp", "fleet-test-")
-	if err != nil {
-		t.Skip(err)
-	}
-	defer os.RemoveAll(tmp)
-	inTmp := filepath.Join(tmp, "runsc")
-	if err := os.WriteFile(inTmp, nil, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	linkToTmp := filepath.Join(dir, "link-to-tmp")
-	if err := os.Symlink(inTmp, linkToTmp); err != nil {
-		t.Fatal(err)
-	}
-	linkFromTmp := filepath.Join(tmp, "link")
-	if err := os.Symlink(good, linkFromTmp); err != nil {
-		t.Fatal(err)
-	}
-	for _, tc := range []struct{ path, want, wantErr string }{
-		{good, good, ""},
-		{link, good, ""},
-		{linkFromTmp, good, ""},
-		{"", "", "no runsc binary given"},
-		{plain, "", "not an executable file"},
-		{dir, "", "not an executable file"},
-		{filepath.Join(dir, "missing"), "", "does not exist"},
-		{inTmp, "", "lies under /tmp"},
-		{linkToTmp, "", "lies under /tmp"},
-	} {
-		got, err := checkBinary(tc.path)
-		if tc.wantErr == "" {
-			if err != nil || got != tc.want {
-				t.Errorf("checkBinary(%q) = %q, %v, want %q", tc.path, got, err, tc.want)
-			}
-		} else if err == nil || !strings.Contains(err.Error(), tc.wantErr) {
-			t.Errorf("checkBinary(%q): error %v, want one with %q", tc.path, err, tc.wantErr)
-		}
-	}
-}
-
 func TestRootIsNotTakenFromOthers(t *testing.T) {
 	dir := t.TempDir()
 	occupied := filepath.Join(dir, "occupied")
@@ -304,15 +247,5 @@ func TestTailBuffer(t *testing.T) {
 	}
 	if got := b.String(); got != "56789" {
 		t.Errorf("got %q", got)
-	}
-}
-
-func TestCommandErrorIsShort(t *testing.T) {
-	err := &CommandError{Command: "run", Err: errors.New("exit status 2"), Stderr: "flag provided but not defined: -x\nUsage: runsc <flags> <subcommand> <subcommand args>\nmany lines"}
-	if got, want := err.Error(), "runsc run: exit status 2: flag provided but not defined: -x"; got != want {
-		t.Errorf("got %q, want %q", got, want)
-	}
-	if !unknownCommand(err.Stderr) {
-		t.Error("usage text not recognised")
 	}
 }

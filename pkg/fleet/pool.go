@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"regexp"
 	"strings"
 	"time"
@@ -94,7 +95,7 @@ func ProcessCPUTime(pid int) (time.Duration, error) {
 // without dashes.
 func (r *Runtime) HasFlag(ctx context.Context, name string) (bool, error) {
 	// It writes the list to stderr.
-	out, err := r.command(ctx, "flags").CombinedOutput()
+	out, err := exec.CommandContext(ctx, r.binary, "flags").CombinedOutput()
 	if err != nil {
 		if ctx.Err() != nil {
 			err = ctx.Err()

@@ -2,7 +2,6 @@ package fleet
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -19,6 +18,7 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
+	"runsc-agentzip/pkg/client"
 	"runsc-agentzip/pkg/control"
 )
 
@@ -418,20 +418,10 @@ func (s *Sandbox) endedError() error {
 }
 
 // ExecResult is the outcome of a command run inside a sandbox.
-type ExecResult struct {
-	Stdout, Stderr string
-	// ExitCode is the command's. runsc uses 128 for failures of its own.
-	ExitCode int
-}
+type ExecResult = client.ExecResult
 
 // ExecSpec describes a command to run inside a sandbox.
-type ExecSpec struct {
-	Args  []string
-	Env   []string // added to the container's environment
-	Cwd   string   // default: the container's
-	User  string   // UID[:GID]
-	Stdin io.Reader
-}
+type ExecSpec = client.ExecOptions
 
 // Exec runs a command inside the sandbox and waits for it. A non-zero exit
 // code is not an error.
@@ -439,39 +429,11 @@ func (s *Sandbox) Exec(ctx context.Context, args ...string) (ExecResult, error) 
 	return s.ExecCommand(ctx, ExecSpec{Args: args})
 }
 
-// ExecCommand is Exec with more control. If ctx ends first the command inside
-// the sandbox may go on running.
+// ExecCommand is Exec with more control: see client.Client.Exec. If ctx ends first
+// the command goes on in the sandbox, where a test can look at what hangs.
 func (s *Sandbox) ExecCommand(ctx context.Context, e ExecSpec) (ExecResult, error) {
-	if len(e.Args) == 0 {
-		return ExecResult{}, errors.New("fleet: exec: no command given")
-	}
-	args := []string{"exec"}
-	for _, kv := range e.Env {
-		args = append(args, "--env", kv)
-	}
-	if e.Cwd != "" {
-		args = append(args, "--cwd", e.Cwd)
-	}
-	if e.User != "" {
-		args = append(args, "--user", e.User)
-	}
-	args = append(args, s.id)
-	args = append(args, e.Args...)
-	cmd := s.rt.command(ctx, args...)
-	var out, errOut bytes.Buffer
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = e.Stdin, &out, &errOut
-	err := cmd.Run()
-	res := ExecResult{Stdout: out.String(), Stderr: errOut.String(), ExitCode: cmd.ProcessState.ExitCode()}
-	if err != nil {
-		if ctx.Err() != nil {
-			return res, &CommandError{Command: "exec", Err: ctx.Err(), Stderr: strings.TrimSpace(res.Stderr)}
-		}
-		var exit *exec.ExitError
-		if !errors.As(err, &exit) || res.ExitCode < 0 {
-			return res, &CommandError{Command: "exec", Err: err, Stderr: strings.TrimSpace(res.Stderr)}
-		}
-	}
-	return res, nil
+	e.LeaveRunning = true
+	return s.rt.client.Exec(ctx, s.id, e)
 }
 
 // CheckpointOptions adjust Checkpoint.
@@ -501,7 +463,7 @@ func (s *Sandbox) Checkpoint(ctx context.Context, imageDir string, o CheckpointO
 	if o.ExcludeZeroPages {
 		args = append(args, "--exclude-committed-zero-pages")
 	}
-	if _, err := s.rt.run(ctx, append(args, s.id)...); err != nil {
+	if _, err := s.rt.client.Command(ctx, append(args, s.id)...); err != nil {
 		return err
 	}
 	if !o.LeaveRunning {
@@ -514,48 +476,39 @@ func (s *Sandbox) Checkpoint(ctx context.Context, imageDir string, o CheckpointO
 
 // Stats asks the sandbox's memory backend what it holds.
 func (s *Sandbox) Stats(ctx context.Context) (control.Stats, error) {
-	return agentzip[control.Stats](ctx, s, "stats")
+	v, err := s.rt.client.Stats(ctx, s.id)
+	return v, s.explain(err)
 }
 
 // Evict forces everything eligible out of guest memory and reports.
 func (s *Sandbox) Evict(ctx context.Context) (control.EvictReport, error) {
-	return agentzip[control.EvictReport](ctx, s, "evict")
+	v, err := s.rt.client.Evict(ctx, s.id)
+	return v, s.explain(err)
 }
 
 // Check runs the online consistency check. Problems found are in the report,
 // not in the error.
 func (s *Sandbox) Check(ctx context.Context) (control.CheckReport, error) {
-	return agentzip[control.CheckReport](ctx, s, "check")
+	v, err := s.rt.client.Check(ctx, s.id)
+	return v, s.explain(err)
 }
 
-// agentzip runs `runsc agentzip VERB -json ID` and decodes what it prints.
-func agentzip[T any](ctx context.Context, s *Sandbox, verb string) (T, error) {
-	var v T
-	out, err := s.rt.run(ctx, "agentzip", verb, "-json", s.id)
-	// `check` may exit non-zero to report problems and still print the report.
-	if jsonErr := json.Unmarshal(out, &v); jsonErr == nil {
-		return v, nil
-	} else if err == nil {
-		return v, fmt.Errorf("fleet: runsc agentzip %s printed no valid JSON: %w", verb, jsonErr)
+// explain adds to the failure of an agentzip command what the Runtime knows.
+func (s *Sandbox) explain(err error) error {
+	if err == nil {
+		return nil
 	}
-	var ce *CommandError
-	if errors.As(err, &ce) && unknownCommand(string(out)+ce.Stderr) {
-		return v, fmt.Errorf("fleet: %s: %w", s.rt.binary, ErrNoAgentzip)
+	if errors.Is(err, ErrNoAgentzip) {
+		return fmt.Errorf("fleet: %s: %w", s.rt.binary, ErrNoAgentzip)
 	}
 	// If the sandbox just died, how it died is the better message; the
 	// attached runsc notices a moment later than its control socket.
 	select {
 	case <-s.exited:
-		return v, errors.Join(err, s.endedError())
+		return errors.Join(err, s.endedError())
 	case <-time.After(500 * time.Millisecond):
-		return v, err
+		return err
 	}
-}
-
-// unknownCommand recognises runsc's usage text, which is what it answers to a
-// command it does not know.
-func unknownCommand(output string) bool {
-	return strings.Contains(output, "Usage:") && strings.Contains(output, "<subcommand>")
 }
 
 // Wait waits until the sandbox has ended and returns the container's exit
@@ -584,7 +537,7 @@ func (s *Sandbox) Exited() bool {
 
 // Signal sends a signal, e.g. "TERM", to the container's init process.
 func (s *Sandbox) Signal(ctx context.Context, sig string) error {
-	_, err := s.rt.run(ctx, "kill", s.id, sig)
+	_, err := s.rt.client.Command(ctx, "kill", s.id, sig)
 	return err
 }
 
@@ -626,7 +579,7 @@ func (s *Sandbox) delete(ctx context.Context) error {
 		return nil
 	}
 	// -force kills; a container that is gone already is no error to it.
-	_, err := s.rt.run(ctx, "delete", "-force", s.id)
+	_, err := s.rt.client.Command(ctx, "delete", "-force", s.id)
 	select {
 	case <-s.exited:
 	case <-time.After(10 * time.Second):
