@@ -55,7 +55,7 @@ EROFS_PACKAGES     = erofs-utils python3
 # Targets share the build cache, the machine's cores and dpkg's lock.
 .NOTPARALLEL:
 
-.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test soak-test erofs-test sandbox-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
+.PHONY: help build stock vendor demo test test-long check unit fuzz fleet-test docker-test containerd-test readme-test integrity-test template-test pool-test phase-test pressure-test observe-test soak-test erofs-test cloud-test sandbox-test agentbench-test linux-test bazel-test buildgen bench bench-agents bench-codec deps clean check-go check-root
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r t d; do printf '  make %-15s %s\n' "$$t" "$$d"; done
@@ -85,7 +85,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test sandbox-test pool-test phase-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test sandbox-test cloud-test pool-test phase-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -149,6 +149,9 @@ soak-test: build check-root ## Have sandboxes work and wait again and again
 erofs-test: build check-root ## Run sandboxes whose root is an EROFS image, without a gofer
 	@$(INSTALL) $(EROFS_PACKAGES)
 	$(SANDBOX) -timeout 10m ./test/erofs -runtime=$(RUNTIME) -require
+
+cloud-test: build stock check-root ## Drive sandboxes as a scheduler does, from Go and a shell
+	$(SANDBOX) -timeout 10m ./test/cloud $(RUNTIMES)
 
 # The suites that a busy machine does not put off, as many at once as there are jobs,
 # the longest first: sandboxes wait as much as they work. The others recognise waits, or
