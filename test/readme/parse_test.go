@@ -10,11 +10,12 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A command is one that a reader would type, or a piece of a JSON file.
+// A command is one that a reader would type, or a piece of a JSON file or of a Go
+// program.
 type command struct {
 	// line is where it begins, from 1.
 	line int
-	// text has neither indentation nor comments; JSON keeps its lines.
+	// text has neither indentation nor comments; JSON and Go keep their lines.
 	text string
 }
 
@@ -22,21 +23,22 @@ type command struct {
 var comment = regexp.MustCompile(`(^|\s+)#(\s.*)?$`)
 
 // commands returns what the code blocks of a Markdown text hold, indented or fenced. A
-// blank line ends what is one command or one piece of JSON.
+// blank line ends what is one command or one piece. Go is what a fence says is Go.
 func commands(markdown string) (all []command) {
 	type block struct {
-		line  int
-		lines []string
+		line   int
+		lines  []string
+		golang bool
 	}
 	var blocks []block
 	in := false
-	fence := ""
+	fence, golang := "", false
 	blank := true
 	for i, line := range strings.Split(markdown, "\n") {
 		trimmed := strings.TrimSpace(line)
 		add := func(text string) {
 			if !in || blank {
-				blocks = append(blocks, block{line: i + 1})
+				blocks = append(blocks, block{line: i + 1, golang: golang && fence != ""})
 				in = true
 			}
 			b := &blocks[len(blocks)-1]
@@ -48,7 +50,7 @@ func commands(markdown string) (all []command) {
 		case fence != "" && trimmed != "":
 			add(line)
 		case strings.HasPrefix(trimmed, "```") || strings.HasPrefix(trimmed, "~~~"):
-			fence, in = trimmed[:3], false
+			fence, in, golang = trimmed[:3], false, trimmed[3:] == "go"
 		case trimmed == "":
 		case strings.HasPrefix(line, "    ") && (in || blank):
 			add(line[4:])
@@ -59,7 +61,7 @@ func commands(markdown string) (all []command) {
 	}
 	for _, b := range blocks {
 		text := strings.TrimSpace(strings.Join(b.lines, "\n"))
-		if strings.HasPrefix(text, "{") || strings.HasPrefix(text, `"`) {
+		if b.golang || strings.HasPrefix(text, "{") || strings.HasPrefix(text, `"`) {
 			all = append(all, command{b.line, text})
 			continue
 		}
@@ -95,6 +97,7 @@ func TestCommands(t *testing.T) {
 		{23, "in --a fence"},
 		{27, `"c": ["d"]`},
 		{29, "after --json"},
+		{32, "err = f(1)\n\tg() // with a comment"},
 	}, commands(strings.Join([]string{
 		"# Title",
 		"",
@@ -125,12 +128,17 @@ func TestCommands(t *testing.T) {
 		"    \"c\": [\"d\"]",
 		"",
 		"    after --json",
+		"",
+		"```go",
+		"err = f(1)",
+		"\tg() // with a comment",
+		"```",
 	}, "\n")))
 }
 
 func TestCommandsOfAnything(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		lines := rapid.SliceOf(rapid.SampledFrom([]string{"", "    a", "    b \\", "        c", "text", "- d", "```", "    # e", "    {", "    \"f\"", "~~~", "\t"})).Draw(t, "lines")
+		lines := rapid.SliceOf(rapid.SampledFrom([]string{"", "    a", "    b \\", "        c", "text", "- d", "```", "```go", "    # e", "    {", "    \"f\"", "~~~", "\t"})).Draw(t, "lines")
 		last := 0
 		for _, c := range commands(strings.Join(lines, "\n")) {
 			if c.line <= last || c.line > len(lines) || c.text == "" || strings.TrimSpace(c.text) != c.text {

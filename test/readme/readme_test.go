@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -128,6 +129,12 @@ var steps = []step{
 	{text: `"runtimeArgs": ...`, run: (*env).runtimeArgs},
 	{text: "docker run --rm --runtime=agentzip --annotation dev.agentzip.domain=TENANT debian:12 true", run: (*env).annotation},
 
+	{text: "R=...", run: (*env).cloud},
+	{text: "$R ...", run: (*env).loop},
+	{text: "for id in ...", run: (*env).loop},
+	{text: "runsc-agentzip/examples/scheduler.sh FOLDER", run: (*env).scheduler},
+	{text: "c, err := client.New(...", run: (*env).goLoop},
+
 	{text: "bin/agentbench run --workload swe --clones 8 --systems stock,linux,agentzip", why: "it takes half an hour; `make agentbench-test` runs it with 4 clones"},
 	{text: "bin/agentbench run --workload all --clones 8,16", why: "it takes hours; test/results has what it came to"},
 	{text: "bin/agentbench run --trace my-trace.json", why: "it needs a trace and a Debian mirror; `make unit` reads and runs traces (tools/agentbench)"},
@@ -207,6 +214,8 @@ type env struct {
 	config map[string]map[string]map[string]any
 	// installed are the runtime's flags as install wrote them last.
 	installed []string
+	// assignment is what the commands of "Agent clouds" begin with.
+	assignment string
 }
 
 func repository(t *testing.T) string {
@@ -267,7 +276,10 @@ func open(t *testing.T) *env {
 	require.NoError(t, os.MkdirAll(filepath.Join(e.folder, "bin"), 0o755))
 	require.NoError(t, stage.CopyFile(runtime, filepath.Join(e.folder, "bin/runsc-agentzip")))
 	require.NoError(t, stage.CopyFile(agentbench, filepath.Join(e.folder, "bin/agentbench")))
-	require.NoError(t, os.CopyFS(filepath.Join(e.folder, "runsc-agentzip/systemd"), os.DirFS(filepath.Join(repository(t), "runsc-agentzip/systemd"))))
+	for _, dir := range []string{"systemd", "examples"} {
+		dir = filepath.Join("runsc-agentzip", dir)
+		require.NoError(t, os.CopyFS(filepath.Join(e.folder, dir), os.DirFS(filepath.Join(repository(t), dir))))
+	}
 	_, err = e.Output(ctx, "mkdir", "-p", "/etc/docker", "/etc/systemd/system")
 	require.NoError(t, err)
 
@@ -657,6 +669,74 @@ func (e *env) annotation(text string) {
 		return
 	}
 	e.must(text)
+}
+
+// cloud is the first line of the shell's loop, which the others need.
+func (e *env) cloud(text string) {
+	e.assignment = text + "; "
+	e.words["DIR"], e.words["DIR2"], e.words["COMMAND"] = e.Path("cloud"), e.Path("cloud-fork"), "date"
+	e.must(text)
+}
+
+func (e *env) loop(text string) {
+	out := e.must(e.assignment + text)
+	if strings.Contains(text, " stats -json ") {
+		var s control.Stats
+		require.NoError(e.t, json.Unmarshal([]byte(out), &s))
+		require.NotZero(e.t, s.TemplateBytes)
+	}
+}
+
+func (e *env) scheduler(text string) {
+	// It calls the runtime some sixty times, which takes a busy machine minutes.
+	d := e.background("scheduler", text)
+	select {
+	case <-d.Done():
+	case <-e.ctx.Done():
+		e.t.Fatal(context.Cause(e.ctx))
+	}
+	out := d.Log()
+	require.Zero(e.t, d.ExitCode(), out)
+	require.Contains(e.t, out, "\nclone-004 waits: owns ")
+	require.Contains(e.t, out, "\nfork-2: step 4, ")
+}
+
+// goLoop makes a program of a module of its own of the lines, and runs it.
+func (e *env) goLoop(text string) {
+	e.words["DIR"], e.words["DIR2"] = e.Path("cloud-go"), e.Path("cloud-go-fork")
+	var body strings.Builder
+	for line := range strings.Lines(text) {
+		for w, v := range e.words {
+			line = strings.ReplaceAll(line, strconv.Quote(w), strconv.Quote(v))
+		}
+		fmt.Fprintf(&body, "\t%s\n\tcheck(err)\n", strings.TrimSpace(line))
+	}
+	dir := e.t.TempDir()
+	program := "package main\n\nimport (\n\t\"context\"\n\t\"fmt\"\n\n\t\"runsc-agentzip/pkg/client\"\n)\n\n" +
+		"func check(err error) {\n\tif err != nil {\n\t\tpanic(err)\n\t}\n}\n\n" +
+		"func main() {\n\tctx := context.Background()\n" + body.String() + `
+	fmt.Println(step.ExitCode, tpl.Dir, fork.Dir)
+	all, err := c.List(ctx)
+	check(err)
+	for _, s := range all {
+		fmt.Println(s.ID, s.Status)
+		check(c.Delete(ctx, s.ID))
+	}
+	check(c.Cleanup())
+}
+`
+	require.NoError(e.t, os.WriteFile(filepath.Join(dir, "main.go"), []byte(program), 0o644))
+	require.NoError(e.t, os.WriteFile(filepath.Join(dir, "go.mod"),
+		[]byte("module example.com/cloud\n\ngo 1.26\n\nrequire runsc-agentzip v0.0.0\n\nreplace runsc-agentzip => "+repository(e.t)+"\n"), 0o644))
+	build := exec.CommandContext(e.ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", e.Path("loop"), ".")
+	build.Dir = dir
+	build.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOPROXY=off", "GOWORK=off", "CGO_ENABLED=0")
+	out, err := build.CombinedOutput()
+	require.NoError(e.t, err, "%s\n%s", out, program)
+	printed := e.must(e.Path("loop"))
+	for _, want := range []string{"a running", "b running", "c running", "d running", "e running", "seed stopped", "0 " + e.words["DIR"]} {
+		require.Contains(e.t, printed, want)
+	}
 }
 
 // compare compares two results of the repository's.
