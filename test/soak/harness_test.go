@@ -41,7 +41,7 @@ type runtime struct {
 	evicts bool
 }
 
-func newRuntime(t testing.TB) runtime {
+func newRuntime(t testing.TB, more ...string) runtime {
 	t.Helper()
 	runsc := harness.UnderTest(t)
 	evicts := runsc.Has("agentzip-idle")
@@ -51,7 +51,7 @@ func newRuntime(t testing.TB) runtime {
 	}
 	return runtime{harness.NewRuntime(t, harness.Options{
 		Binary:   runsc.Path,
-		Flags:    append(flags, strings.Fields(*xflags)...),
+		Flags:    slices.Concat(flags, strings.Fields(*xflags), more),
 		Patience: bounded,
 	}), evicts}
 }

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -66,6 +67,56 @@ func TestBurst(t *testing.T) {
 	owned := func(c cost) uint64 { return c.owned }
 	if before, after := median(costs[:few], owned), median(costs[len(costs)-few:], owned); after > before+256<<10 {
 		t.Errorf("after %d more bursts of %d processes the sandbox owns %d KiB instead of %d KiB", rounds-few, processes, after>>10, before>>10)
+	}
+	if err := g.check(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestPageOut: a sandbox whose Sentry has its heap swapped out in each wait, as far as
+// the host has swap, and collects no garbage until it resumes, goes on as ever.
+func TestPageOut(t *testing.T) {
+	const mib, rounds = 4, 4
+	if !harness.UnderTest(t).Has("agentzip-pageout-after") {
+		harness.Skip(t, "the runtime has no --agentzip-pageout-after")
+	}
+	logs := harness.TempDir(t)
+	rt := newRuntime(t, "--agentzip-pageout-after=750ms", "--debug", "--debug-log="+logs+"/")
+	g := start(t, rt, "pageout", bundle(t, mib), mib)
+	outs := func() (n int) {
+		files, err := filepath.Glob(filepath.Join(logs, "*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += strings.Count(string(b), "had the host swap out the Sentry's heap")
+		}
+		return n
+	}
+	r := rand.New(rand.NewPCG(*seedFlag, 0))
+	for round := range rounds {
+		before := outs()
+		for _, k := range kinds {
+			if err := g.do(k(g.model, r.Uint64(), r)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := g.do(g.model.sum()); err != nil {
+			t.Fatal(err)
+		}
+		harness.Eventually(t, bounded, 100*time.Millisecond, fmt.Sprintf("in round %d the heap is swapped out", round), func() error {
+			if n := outs(); n <= before {
+				return fmt.Errorf("%d times so far", n)
+			}
+			return nil
+		})
+	}
+	if err := g.do(g.model.sum()); err != nil {
+		t.Fatal(err)
 	}
 	if err := g.check(); err != nil {
 		t.Error(err)
