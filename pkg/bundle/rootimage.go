@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // Annotations that runsc reads of a container whose root is an image.
@@ -66,6 +67,7 @@ func makeRootImage(ctx context.Context, image, dir string) (err error) {
 			os.Remove(f.Name())
 		}
 	}()
+	began := time.Now()
 	args := append(append([]string{}, mkfsOptions...), "-U", "00000000-0000-0000-0000-000000000000", f.Name(), dir)
 	cmd := exec.CommandContext(ctx, mkfs, args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -79,6 +81,10 @@ func makeRootImage(ctx context.Context, image, dir string) (err error) {
 		return err
 	}
 	if err := f.Close(); err != nil {
+		return err
+	}
+	// Whoever compares it with the folder is to see what changed in there meanwhile.
+	if err := os.Chtimes(f.Name(), began, began); err != nil {
 		return err
 	}
 	return os.Rename(f.Name(), image)

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"io"
+	"strings"
 	"testing"
 	"time"
 
@@ -36,12 +37,15 @@ func TestPrintIdle(t *testing.T) {
 		}
 		return idleSample{System: system, Start: seconds * 10, Clones: 1, Wait: 10, Seconds: seconds, Outside: m.Overhead() - store, Store: store, Measured: m}
 	}
+	stock, ours := sample("stock", 20*mb, 0, 0.020), sample("agentzip", 12*mb, 2*mb, 0.025)
+	share := 0.0125
+	ours.CPU = &share
 	var out bytes.Buffer
 	require.NoError(t, printIdle(&out, []idleSample{
-		sample("stock", 20*mb, 0, 0.020), sample("agentzip", 12*mb, 2*mb, 0.025), {System: "agentzip", Clones: 1, Wait: 10, Start: 0.25, Seconds: 0.1},
+		stock, ours, {System: "agentzip", Clones: 1, Wait: 10, Start: 0.25, Seconds: 0.1},
 	}))
-	require.Contains(t, out.String(), `
-       1   10s     stock   20.00   4.00   0.00         1.00   5.00    0.25    30.25  200 ms        20.0 ms   20.0 ms        1
-       1   10s  agentzip   10.00   4.00   0.00         1.00   5.00    0.25    20.25  250 ms        25.0 ms  100.0 ms        2
-`)
+	require.Contains(t, out.String(), strings.ReplaceAll(`
+       1   10s     stock   20.00   4.00   0.00         1.00   5.00    0.25    30.25  200 ms        20.0 ms   20.0 ms        1        |
+       1   10s  agentzip   10.00   4.00   0.00         1.00   5.00    0.25    20.25  250 ms        25.0 ms  100.0 ms        2  1.25 %|
+`, "|", ""))
 }
