@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // A wrong image is refused before the guest runs, with a message that names the
@@ -165,18 +166,18 @@ func TestBadImage(t *testing.T) {
 	}
 	// The good one has an index from here on, and so has the other.
 	for _, d := range []string{image, other} {
-		if out, err := command(t, underTest(t).path, "agentzip", "template", "info", d); err != nil {
+		if out, err := command(t, underTest(t).Path, "agentzip", "template", "info", d); err != nil {
 			t.Fatalf("template info: %v: %s", err, out)
 		}
 	}
 	rt := newRuntime(t, modeForced(t))
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			dir := filepath.Join(tempDir(t), "image")
+			dir := filepath.Join(harness.TempDir(t), "image")
 			try(t, os.CopyFS(dir, os.DirFS(image)))
 			if !c.indexed {
 				try(t, os.Remove(filepath.Join(dir, "pages.azidx")))
-			} else if out, err := command(t, underTest(t).path, "agentzip", "template", "info", dir); err != nil {
+			} else if out, err := command(t, underTest(t).Path, "agentzip", "template", "info", dir); err != nil {
 				// The copy is verified and known from here on.
 				t.Fatalf("template info: %v: %s", err, out)
 			}
@@ -222,7 +223,7 @@ func TestTruncatedInPlace(t *testing.T) {
 	image, replies := makeImage(t, modeIdle(t), b, "sum")
 	for _, used := range []bool{false, true} {
 		t.Run(fmt.Sprintf("used=%v", used), func(t *testing.T) {
-			dir := filepath.Join(tempDir(t), "image")
+			dir := filepath.Join(harness.TempDir(t), "image")
 			try(t, os.CopyFS(dir, os.DirFS(image)))
 			g := restore(t, newRuntime(t, modeForced(t)), "clone", b, dir)
 			if used {
@@ -235,7 +236,7 @@ func TestTruncatedInPlace(t *testing.T) {
 			if err == nil {
 				t.Fatalf("half of the memory is gone, and the guest says %s", reply)
 			}
-			_, _ = g.sb.Wait(deadline(20 * time.Second))
+			_, _ = g.sb.Wait(harness.Within(t, 20*time.Second))
 			t.Logf("%v", err)
 			// Either the sandbox was killed, or the program by SIGBUS.
 			if msg := g.sb.Stderr() + err.Error(); !strings.Contains(msg, "truncated") && !strings.Contains(msg, "unexpected signal 7") {
@@ -252,18 +253,15 @@ func TestOtherVersion(t *testing.T) {
 	b := bundle(t, "kinds", "--mb=8", seedArg())
 	image, _ := makeImage(t, modeIdle(t), b)
 	info := underTest(t)
-	version := strings.TrimPrefix(info.version, "runsc version ")
-	bin, err := os.ReadFile(info.path)
+	version := strings.TrimPrefix(info.Version, "runsc version ")
+	bin, err := os.ReadFile(info.Path)
 	try(t, err)
 	changed := []byte(version[:len(version)-1] + "~")
 	if n := bytes.Count(bin, []byte(version)); n == 0 {
 		t.Skipf("%q is not in the binary", version)
 	}
 	// Not below /tmp, where the sandbox's root is mounted.
-	dir, err := os.MkdirTemp("/var/tmp", "agentzip-template-")
-	try(t, err)
-	atExit(t, func() { os.RemoveAll(dir) })
-	path := filepath.Join(dir, "runsc")
+	path := filepath.Join(harness.TempDir(t), "runsc")
 	try(t, os.WriteFile(path, bytes.ReplaceAll(bin, []byte(version), changed), 0o755))
 	m := modeIdle(t)
 	m.binary = path
@@ -288,7 +286,7 @@ func TestCompressedImage(t *testing.T) {
 	rt := newRuntime(t, modeIdle(t))
 	g := start(t, rt, "origin", b)
 	sum := g.must("sum")
-	image := tempDir(t)
+	image := harness.TempDir(t)
 	g.checkpoint(image, fleet.CheckpointOptions{Compression: "flate-best-speed"})
 	g.end()
 	g = restore(t, rt, "clone", b, image)
@@ -304,11 +302,11 @@ func TestCompressedImage(t *testing.T) {
 // mountTmpfs mounts a file system of the given size.
 func mountTmpfs(t *testing.T, size int64) string {
 	t.Helper()
-	dir := tempDir(t)
+	dir := harness.TempDir(t)
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%d,mode=755", size)); err != nil {
-		skip(t, "mounting a tmpfs: %v", err)
+		harness.Skip(t, "mounting a tmpfs: %v", err)
 	}
-	atExit(t, func() { unix.Unmount(dir, unix.MNT_DETACH) })
+	harness.AtExit(t, func() { unix.Unmount(dir, unix.MNT_DETACH) })
 	return dir
 }
 
@@ -355,7 +353,7 @@ func TestNoPlaceForIndex(t *testing.T) {
 				inspect(t, g.sb, withoutIndex(t, dir))
 				g.end()
 			}
-			if out, err := command(t, underTest(t).path, "agentzip", "template", "info", dir); err != nil || !strings.Contains(out, "digest") {
+			if out, err := command(t, underTest(t).Path, "agentzip", "template", "info", dir); err != nil || !strings.Contains(out, "digest") {
 				t.Errorf("template info: %v: %s", err, out)
 			} else {
 				t.Logf("template info: %s", out)
@@ -375,7 +373,7 @@ func TestNoPlaceForIndex(t *testing.T) {
 // found by its name there.
 func withoutIndex(t *testing.T, dir string) string {
 	t.Helper()
-	view := tempDir(t)
+	view := harness.TempDir(t)
 	for _, f := range imageFiles[:3] {
 		try(t, os.Symlink(filepath.Join(dir, f), filepath.Join(view, f)))
 	}
@@ -391,7 +389,7 @@ func TestTemplateCommands(t *testing.T) {
 	g := start(t, rt, "origin", b)
 	g.must("work 500")
 	sum := g.must("sum")
-	dir := filepath.Join(tempDir(t), "new", "template")
+	dir := filepath.Join(harness.TempDir(t), "new", "template")
 	rt.runsc(t, "agentzip", "template", "create", "--image-path="+dir, "--leave-running", "--settle-cmd=true", "origin")
 	g.must("verify")
 	g.must("work 500")

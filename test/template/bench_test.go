@@ -11,6 +11,8 @@ import (
 	"testing"
 	"text/tabwriter"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 var benchJSON = flag.String("benchjson", "", "write what the benchmarks measured to this file, too")
@@ -70,7 +72,7 @@ func owned(g *guest) (own, host float64, err error) {
 	}
 	own = float64(m.GuestMemfd)
 	if g.rt.m.evicts {
-		st, err := g.sb.Stats(deadline(time.Minute))
+		st, err := g.sb.Stats(harness.Within(g.t, time.Minute))
 		if err != nil {
 			return 0, 0, err
 		}

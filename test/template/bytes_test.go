@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 // Clones have what the sandbox had that the checkpoint was taken of, byte for
@@ -109,9 +111,9 @@ func TestRunning(t *testing.T) {
 		}
 		t.Run(c.program+"/"+c.m.name, func(t *testing.T) {
 			b := bundle(t, c.program, c.args...)
-			image := tempDir(t)
+			image := harness.TempDir(t)
 			origin := newRuntime(t, modeIdle(t))
-			sb, err := origin.Run(deadline(time.Minute), "origin", b)
+			sb, err := origin.Run(harness.Within(t, time.Minute), "origin", b)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -130,7 +132,7 @@ func TestRunning(t *testing.T) {
 					return err
 				}
 				t.Logf("%s: %s", clones[i].sb.ID(), line)
-				code, err := clones[i].sb.Wait(deadline(time.Minute))
+				code, err := clones[i].sb.Wait(harness.Within(t, time.Minute))
 				if err == nil && code != 0 {
 					err = fmt.Errorf("exit code %d", code)
 				}
@@ -168,7 +170,7 @@ func TestGenerations(t *testing.T) {
 			g.end()
 			break
 		}
-		next := tempDir(t)
+		next := harness.TempDir(t)
 		g.checkpoint(next, checkpointOptions)
 		g.end()
 		// The new image is complete by itself.

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // Everything that one may do with a sandbox one may do with a clone.
@@ -90,14 +91,14 @@ func TestCommands(t *testing.T) {
 		if err := g.check(); err != nil {
 			t.Error(err)
 		}
-		rep, err := g.sb.Exec(deadline(time.Minute), "/bin/sh", "-c", "echo exec; exit 7")
+		rep, err := g.sb.Exec(harness.Within(t, time.Minute), "/bin/sh", "-c", "echo exec; exit 7")
 		if err != nil || rep.ExitCode != 7 || rep.Stdout != "exec\n" {
 			t.Errorf("exec: %+v, %v", rep, err)
 		}
 		g.must("verify")
 	}
 	// A whole self-checking program beside what was restored.
-	rep, err := g.sb.Exec(deadline(3*time.Minute), guestPath(t, "memtorture"), "--seconds=2", "--mb=8", "--threads=2", "--tmpfs=/dev/shm", "--overlay=/var/tmp", seedArg())
+	rep, err := g.sb.Exec(harness.Within(t, 3*time.Minute), programs.Path(t, "memtorture"), "--seconds=2", "--mb=8", "--threads=2", "--tmpfs=/dev/shm", "--overlay=/var/tmp", seedArg())
 	if err != nil || rep.ExitCode != 0 || !strings.Contains(rep.Stdout, "OK memtorture") {
 		t.Errorf("exec of memtorture: %+v, %v", rep, err)
 	}
@@ -112,7 +113,7 @@ func TestCommands(t *testing.T) {
 		t.Errorf("ps: %s", out)
 	}
 
-	if err := g.sb.Kill(deadline(time.Minute)); err != nil {
+	if err := g.sb.Kill(harness.Within(t, time.Minute)); err != nil {
 		t.Errorf("kill: %v", err)
 	}
 	if !g.sb.Exited() {
@@ -144,7 +145,7 @@ func TestCheckpointOfClone(t *testing.T) {
 	// A clone that has not worked at all, too.
 	idle := restore(t, rt, "idle", b, first)
 	sum := g.must("sum")
-	second, third := tempDir(t), tempDir(t)
+	second, third := harness.TempDir(t), harness.TempDir(t)
 	g.checkpoint(second, fleet.CheckpointOptions{LeaveRunning: true})
 	idle.checkpoint(third, fleet.CheckpointOptions{LeaveRunning: true, ExcludeZeroPages: true})
 	removeImage(t, first)
@@ -210,7 +211,7 @@ func TestImageGone(t *testing.T) {
 			}},
 		} {
 			t.Run(m.name+"/"+c.name, func(t *testing.T) {
-				dir := filepath.Join(tempDir(t), "image")
+				dir := filepath.Join(harness.TempDir(t), "image")
 				if err := os.CopyFS(dir, os.DirFS(image)); err != nil {
 					t.Fatal(err)
 				}
@@ -239,7 +240,7 @@ func TestImageGone(t *testing.T) {
 				}
 				each(t, 2, func(i int) error { return clones[i].check() })
 				// A checkpoint of such a clone is complete.
-				next := tempDir(t)
+				next := harness.TempDir(t)
 				sum := clones[0].must("sum")
 				clones[0].checkpoint(next, checkpointOptions)
 				clones[0].end()

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // No clone's writes are ever seen by a sibling or in the template, and nothing
@@ -88,7 +90,7 @@ func TestIsolation(t *testing.T) {
 			t.Errorf("%s: %s before and %s after %d clones wrote", f, before[f], after, n)
 		}
 	}
-	if out, err := command(t, underTest(t).path, "agentzip", "template", "verify", image); err != nil {
+	if out, err := command(t, underTest(t).Path, "agentzip", "template", "verify", image); err != nil {
 		t.Errorf("template verify: %v: %s", err, out)
 	}
 }
@@ -103,25 +105,25 @@ func inspect(t *testing.T, sb *fleet.Sandbox, image string) {
 	}
 	// The processes that end meanwhile are no matter; the Sentry does not.
 	var fds, maps int
-	procs := processesOf(sb)
+	procs := slices.DeleteFunc(harness.Processes(sb), func(p harness.Process) bool { return p.Zombie })
 	for _, p := range procs {
 		what := "stub"
-		switch p.pid {
+		switch p.PID {
 		case sb.Pid():
 			what = "Sentry"
 		case sb.GoferPid():
 			what = "gofer"
 		}
-		n, err := inspectFDs(t, p.pid, what, names)
+		n, err := inspectFDs(t, p.PID, what, names)
 		if err != nil && (what == "Sentry" || !errors.Is(err, os.ErrNotExist)) {
-			t.Errorf("%s %d: %v", what, p.pid, err)
+			t.Errorf("%s %d: %v", what, p.PID, err)
 		}
 		if what == "Sentry" {
 			fds += n
 		}
-		n, err = inspectMaps(t, p.pid, what, names)
+		n, err = inspectMaps(t, p.PID, what, names)
 		if err != nil && (what == "Sentry" || !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.ESRCH)) {
-			t.Errorf("%s %d: %v", what, p.pid, err)
+			t.Errorf("%s %d: %v", what, p.PID, err)
 		}
 		if what == "stub" {
 			maps += n

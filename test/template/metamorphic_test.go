@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 // TestMetamorphic runs one random program, guest/meta.c, whose memory depends on
@@ -50,7 +52,7 @@ func TestMetamorphic(t *testing.T) {
 
 			origin := start(t, newRuntime(t, modeIdle(t)), "origin", b)
 			advance(t, origin, 0)
-			first := tempDir(t)
+			first := harness.TempDir(t)
 			origin.checkpoint(first, checkpointOptions)
 			origin.end()
 			modes := []mode{modeForced(t), modeIdle(t), modeCopy(t), modeLoad(t)}
@@ -70,7 +72,7 @@ func TestMetamorphic(t *testing.T) {
 					if err := g.check(); err != nil {
 						t.Fatal(err)
 					}
-					second := tempDir(t)
+					second := harness.TempDir(t)
 					g.checkpoint(second, checkpointOptions)
 					g.end()
 					g = restore(t, rt, "third", b, second)

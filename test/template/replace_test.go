@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/test/harness"
 )
 
 // TestReplacedDuringRestore puts another image in the place of the one that is
@@ -26,7 +28,7 @@ func TestReplacedDuringRestore(t *testing.T) {
 			g.must("step")
 		}
 		sums[i] = g.must("sum")
-		images[i] = filepath.Join(tempDir(t), "image")
+		images[i] = filepath.Join(harness.TempDir(t), "image")
 		g.checkpoint(images[i], checkpointOptions)
 		g.end()
 	}
