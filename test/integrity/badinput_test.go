@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // Wrong input has to end in a non-zero exit code and a message that names the
@@ -36,7 +37,7 @@ func refused(t *testing.T, what string, out string, err error, words ...string) 
 		}
 	}
 	// A stock runsc answers some damaged images with a stack trace.
-	if strings.Contains(out, "goroutine ") && underTest(t).agentzip {
+	if strings.Contains(out, "goroutine ") && harness.UnderTest(t).Has("agentzip") {
 		t.Errorf("%s: the message is a stack trace", what)
 	}
 }
@@ -52,7 +53,7 @@ func head(s string, n int) string {
 // it printed. Whatever container it may have started is removed.
 func runsc(t *testing.T, path string, attr *syscall.SysProcAttr, args ...string) (string, error) {
 	t.Helper()
-	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix)+"cli-")
+	root, err := os.MkdirTemp("/run", "agentzip-integrity-cli-")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -60,8 +61,8 @@ func runsc(t *testing.T, path string, attr *syscall.SysProcAttr, args ...string)
 		os.Chown(root, int(attr.Credential.Uid), int(attr.Credential.Gid))
 	}
 	global := []string{"--root=" + root, "--network=none", "--ignore-cgroups", "--overlay2=all:memory"}
-	atExit(t, func() {
-		exec.Command(repoPath(*runtimeFlag), append(global, "delete", "-force", "bad")...).Run()
+	harness.AtExit(t, func() {
+		exec.Command(harness.UnderTest(t).Path, append(global, "delete", "-force", "bad")...).Run()
 		mounts, _ := os.ReadFile("/proc/self/mountinfo")
 		for line := range strings.Lines(string(mounts)) {
 			if f := strings.Fields(line); len(f) > 4 && strings.HasPrefix(f[4], root+"/") {
@@ -87,12 +88,7 @@ func runsc(t *testing.T, path string, attr *syscall.SysProcAttr, args ...string)
 // quickBundle is a container that says that it ran: no refused one may.
 func quickBundle(t *testing.T, annotations map[string]string) string {
 	t.Helper()
-	dir := t.TempDir()
-	spec := fleet.Spec{Rootfs: *rootfsFlag, Args: []string{"/bin/echo", "the guest ran"}, Annotations: annotations}
-	if err := fleet.WriteBundle(dir, spec); err != nil {
-		t.Fatal(err)
-	}
-	return dir
+	return harness.Bundle(t, fleet.Spec{Rootfs: *rootfsFlag, Args: []string{"/bin/echo", "the guest ran"}, Annotations: annotations})
 }
 
 func noGuest(t *testing.T, out string) {
@@ -102,10 +98,10 @@ func noGuest(t *testing.T, out string) {
 	}
 }
 
-func agentzipOnly(t *testing.T) *runscInfo {
+func agentzipOnly(t *testing.T) *harness.Runsc {
 	t.Helper()
-	b := underTest(t)
-	if !b.agentzip {
+	b := harness.UnderTest(t)
+	if !b.Has("agentzip") {
 		t.Skip("a stock runsc has nothing of this")
 	}
 	return b
@@ -131,7 +127,7 @@ func TestBadFlags(t *testing.T) {
 		{"--agentzip-no-such-setting=1", []string{"agentzip-no-such-setting"}},
 	} {
 		t.Run(strings.TrimLeft(c.flag, "-"), func(t *testing.T) {
-			out, err := runsc(t, b.path, nil, c.flag, "run", "--bundle", quickBundle(t, nil), "bad")
+			out, err := runsc(t, b.Path, nil, c.flag, "run", "--bundle", quickBundle(t, nil), "bad")
 			// The usage text lists every flag; only what comes before it is the
 			// message.
 			msg, _, _ := strings.Cut(out, "Usage")
@@ -153,7 +149,7 @@ func TestBadAnnotations(t *testing.T) {
 		{"dev.agentzip.", "1"},
 	} {
 		t.Run(c.name+"="+c.value, func(t *testing.T) {
-			out, err := runsc(t, b.path, nil, "run", "--bundle", quickBundle(t, map[string]string{c.name: c.value}), "bad")
+			out, err := runsc(t, b.Path, nil, "run", "--bundle", quickBundle(t, map[string]string{c.name: c.value}), "bad")
 			refused(t, "annotation "+c.name+"="+c.value, out, err, c.name)
 			noGuest(t, out)
 		})
@@ -164,7 +160,7 @@ func TestBadAnnotations(t *testing.T) {
 			{"dev.agentzip.mode": "off"},
 			{"dev.other": "1", "agentzip": "x"},
 		} {
-			out, err := runsc(t, b.path, nil, "run", "--bundle", quickBundle(t, a), "bad")
+			out, err := runsc(t, b.Path, nil, "run", "--bundle", quickBundle(t, a), "bad")
 			if err != nil || !strings.Contains(out, "the guest ran") {
 				t.Errorf("annotations %v: %v\n%s", a, err, out)
 			}
@@ -176,16 +172,16 @@ func TestUnknownContainer(t *testing.T) {
 	b := agentzipOnly(t)
 	for _, verb := range []string{"stats", "evict", "check"} {
 		t.Run(verb, func(t *testing.T) {
-			out, err := runsc(t, b.path, nil, "agentzip", verb, "no-such-container")
+			out, err := runsc(t, b.Path, nil, "agentzip", verb, "no-such-container")
 			refused(t, "agentzip "+verb+" of an unknown container", out, err, "no-such-container")
 		})
 	}
 	t.Run("no id", func(t *testing.T) {
-		out, err := runsc(t, b.path, nil, "agentzip", "stats")
+		out, err := runsc(t, b.Path, nil, "agentzip", "stats")
 		refused(t, "agentzip stats without an id", out, err, "container ID")
 	})
 	t.Run("unknown verb", func(t *testing.T) {
-		out, err := runsc(t, b.path, nil, "agentzip", "shrink", "x")
+		out, err := runsc(t, b.Path, nil, "agentzip", "shrink", "x")
 		refused(t, "agentzip shrink", out, err, "shrink")
 	})
 }
@@ -233,8 +229,8 @@ func TestBinaryUnderTmp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	path := copyRunsc(t, b.path, dir)
+	harness.AtExit(t, func() { os.RemoveAll(dir) })
+	path := copyRunsc(t, b.Path, dir)
 	out, err := runsc(t, path, nil, "run", "--bundle", quickBundle(t, nil), "bad")
 	refused(t, "a binary under /tmp", out, err, "/tmp", path)
 	noGuest(t, out)
@@ -243,15 +239,8 @@ func TestBinaryUnderTmp(t *testing.T) {
 func TestNotRoot(t *testing.T) {
 	b := agentzipOnly(t)
 	// The repository may lie where nobody may look.
-	dir, err := os.MkdirTemp("/var/tmp", "agentzip-binary-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	atExit(t, func() { os.RemoveAll(dir) })
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	path := copyRunsc(t, b.path, dir)
+	dir := harness.TempDir(t)
+	path := copyRunsc(t, b.Path, dir)
 	bundle := filepath.Join(dir, "bundle")
 	if err := fleet.WriteBundle(bundle, fleet.Spec{Rootfs: *rootfsFlag, Args: []string{"/bin/echo", "the guest ran"}}); err != nil {
 		t.Fatal(err)
@@ -270,7 +259,7 @@ func TestNotRoot(t *testing.T) {
 // before the guest does anything.
 func badImage(t *testing.T, m mode, bundle, image string, change func(dir string) error, words ...string) {
 	t.Helper()
-	dir := filepath.Join(t.TempDir(), "image")
+	dir := filepath.Join(harness.TempDir(t), "image")
 	if err := os.CopyFS(dir, os.DirFS(image)); err != nil {
 		t.Fatal(err)
 	}
@@ -304,13 +293,13 @@ func badImage(t *testing.T, m mode, bundle, image string, change func(dir string
 func TestBadImages(t *testing.T) {
 	m := modeIdle(t)
 	bundle := daemonBundle(t, 16)
-	image := filepath.Join(t.TempDir(), "image")
+	image := filepath.Join(harness.TempDir(t), "image")
 	rt := newRuntime(t, m)
 	d := startDaemon(t, rt, "origin", bundle)
 	d.must("work 100")
 	evict(t, m, d.sb)
 	d.checkpoint(m, image, fleet.CheckpointOptions{})
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 	entries, err := os.ReadDir(image)
 	if err != nil {
 		t.Fatal(err)
@@ -372,7 +361,7 @@ func TestBadImages(t *testing.T) {
 		rt := newRuntime(t, m)
 		d := restoreDaemon(t, rt, "good", bundle, image)
 		d.must("verify")
-		endSandbox(t, d.sb)
+		harness.Delete(t, d.sb)
 	})
 }
 
@@ -410,7 +399,7 @@ func setImageVersion(dir, version string) error {
 // sandbox dies with a message that names the page.
 func TestCorruption(t *testing.T) {
 	b := agentzipOnly(t)
-	m := mode{name: "corrupt", binary: b.path, flags: []string{"--agentzip=on", "--agentzip-test-corrupt=2000"}, evicts: true}
+	m := mode{name: "corrupt", binary: b.Path, flags: []string{"--agentzip=on", "--agentzip-test-corrupt=2000"}, evicts: true}
 	bundle := daemonBundle(t, 32)
 	rt := newRuntime(t, m)
 	d := startDaemon(t, rt, "victim", bundle)
@@ -436,7 +425,7 @@ func TestCorruption(t *testing.T) {
 	if code == 0 {
 		t.Error("exit code 0")
 	}
-	msg := err.Error() + d.sb.Stderr() + logsOf(t, rt)
+	msg := err.Error() + d.sb.Stderr() + logsOf(rt)
 	line := regexp.MustCompile(`(?m)^.*guest memory.*$`).FindString(msg)
 	t.Logf("message: %s", line)
 	if !strings.Contains(line, "page") || !(strings.Contains(line, "checksum") || strings.Contains(line, "corrupt")) {
@@ -445,19 +434,13 @@ func TestCorruption(t *testing.T) {
 }
 
 // logsOf returns what the runtime's processes have logged so far.
-func logsOf(t *testing.T, rt *fleet.Runtime) string {
-	t.Helper()
+func logsOf(rt *harness.Runtime) string {
 	var out strings.Builder
-	runtimeLogs.Range(func(k, v any) bool {
-		if k == rt {
-			files, _ := filepath.Glob(filepath.Join(v.(string), "*"))
-			for _, f := range files {
-				b, _ := os.ReadFile(f)
-				out.Write(b)
-			}
-		}
-		return true
-	})
+	files, _ := filepath.Glob(filepath.Join(rt.LogDir, "*"))
+	for _, f := range files {
+		b, _ := os.ReadFile(f)
+		out.Write(b)
+	}
 	return out.String()
 }
 
@@ -493,7 +476,7 @@ func TestMemoryLimit(t *testing.T) {
 	if err != nil {
 		t.Skipf("creating a memory cgroup: %v", err)
 	}
-	atExit(t, func() {
+	harness.AtExit(t, func() {
 		// It empties a moment after its processes have ended.
 		for range 100 {
 			if err = os.Remove(dir); err == nil || errors.Is(err, os.ErrNotExist) {
@@ -525,7 +508,7 @@ func TestMemoryLimit(t *testing.T) {
 			t.Errorf("moving back to %s: %v", parent, err)
 		}
 	}
-	atExit(t, back)
+	harness.AtExit(t, back)
 	if err := write(dir, "cgroup.procs", self); err != nil {
 		t.Skipf("entering a memory cgroup: %v", err)
 	}
@@ -557,10 +540,10 @@ func TestMemoryLimit(t *testing.T) {
 	case strings.Contains(reply, "FAIL") || (err != nil && strings.Contains(err.Error(), "FAIL")):
 		t.Errorf("the guest saw wrong memory: %s %v", reply, err)
 	case errors.Is(err, context.DeadlineExceeded):
-		t.Errorf("the sandbox hangs: %s", stacks(rt, d.sb))
+		t.Errorf("the sandbox hangs: %s", rt.Stacks(d.sb))
 	default:
 		code, werr := d.sb.Wait(ctx)
-		t.Logf("the sandbox died with exit code %d (%v)\nrequest: %q %v\nstderr: %s", code, werr, reply, err, tail(d.sb.Stderr(), 2000))
+		t.Logf("the sandbox died with exit code %d (%v)\nrequest: %q %v\nstderr: %s", code, werr, reply, err, harness.Tail(d.sb.Stderr(), 2000))
 		if code == 0 {
 			t.Error("exit code 0")
 		}
@@ -571,7 +554,7 @@ func TestMemoryLimit(t *testing.T) {
 		t.Logf("memory.oom_control:\n%s", oom)
 	}
 	// Removing it works, and nothing else was hit.
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 	witness.must("verify")
-	endSandbox(t, witness.sb)
+	harness.Delete(t, witness.sb)
 }

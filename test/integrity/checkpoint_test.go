@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // daemon drives guest/daemon.c, which runs as init: only what descends from
@@ -26,38 +27,17 @@ type daemon struct {
 // checkpoints are restored with.
 func daemonBundle(t testing.TB, mb int) string {
 	t.Helper()
-	dir := t.TempDir()
-	spec := guestSpec(t, guestPath(t, "daemon"), fmt.Sprintf("--mb=%d", mb), seedArg())
-	if err := fleet.WriteBundle(dir, spec); err != nil {
-		t.Fatal(err)
-	}
-	return dir
+	return harness.Bundle(t, guestSpec(t, guestPath(t, "daemon"), fmt.Sprintf("--mb=%d", mb), seedArg()))
 }
 
-func startDaemon(t testing.TB, rt *fleet.Runtime, id, bundle string) *daemon {
+func startDaemon(t testing.TB, rt *harness.Runtime, id, bundle string) *daemon {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-	defer cancel()
-	sb, err := rt.Run(ctx, id, bundle)
-	if err != nil {
-		t.Fatalf("starting %s: %v", id, err)
-	}
-	line, err := sb.ReadLine(ctx)
-	if err != nil || line != "READY" {
-		t.Fatalf("%s: %q, %v", id, line, err)
-	}
-	return &daemon{t, sb}
+	return &daemon{t, rt.Start(t, id, bundle)}
 }
 
-func restoreDaemon(t testing.TB, rt *fleet.Runtime, id, bundle, image string) *daemon {
+func restoreDaemon(t testing.TB, rt *harness.Runtime, id, bundle, image string) *daemon {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-	defer cancel()
-	sb, err := rt.Restore(ctx, id, bundle, image)
-	if err != nil {
-		t.Fatalf("restoring %s: %v", id, err)
-	}
-	return &daemon{t, sb}
+	return &daemon{t, rt.Clone(t, id, bundle, image)}
 }
 
 // ask sends one request; both processes of the daemon have to answer OK. It
@@ -109,13 +89,7 @@ func evictedNow(t testing.TB, m mode, sb *fleet.Sandbox) {
 	if !m.evicts {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	st, err := sb.Stats(ctx)
-	if err != nil {
-		t.Fatalf("agentzip stats: %v", err)
-	}
-	p := st.Pages
+	p := harness.Stats(t, sb).Pages
 	away := p.Zero + p.Pool + p.Delta + p.Compressed + p.Template
 	t.Logf("before the checkpoint: %d pages evicted, %d resident", away, p.Resident+p.Raw)
 	if away < (p.Resident+p.Raw)/2 || away < 1000 {
@@ -127,10 +101,10 @@ func evictedNow(t testing.TB, m mode, sb *fleet.Sandbox) {
 func restoreModes(t testing.TB) []mode {
 	ms := []mode{modeIdle(t), modeForced(t), modeOff(t)}
 	if s := stockBinary(); s != nil {
-		if v := underTest(t).version; v == s.version {
-			ms = append(ms, mode{name: "stock", binary: s.path})
+		if v := harness.UnderTest(t).Version; v == s.Version {
+			ms = append(ms, mode{name: "stock", binary: s.Path})
 		} else {
-			t.Logf("%s says %q and the runtime under test %q: an image restores under the same version only, so this is left out", s.path, s.version, v)
+			t.Logf("%s says %q and the runtime under test %q: an image restores under the same version only, so this is left out", s.Path, s.Version, v)
 		}
 	}
 	return distinct(ms...)
@@ -145,7 +119,7 @@ func TestCheckpointMatrix(t *testing.T) {
 	}
 	m := modeIdle(t)
 	bundle := daemonBundle(t, mb)
-	images := t.TempDir()
+	images := harness.TempDir(t)
 	rt := newRuntime(t, m)
 	d := startDaemon(t, rt, "origin", bundle)
 	d.must("verify")
@@ -173,7 +147,7 @@ func TestCheckpointMatrix(t *testing.T) {
 	evictedNow(t, m, d.sb)
 	verifyBackend(t, m, d.sb)
 	d.checkpoint(m, filepath.Join(images, "second"), fleet.CheckpointOptions{})
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 
 	for _, rm := range restoreModes(t) {
 		for name, want := range map[string]string{"first": first, "second": second} {
@@ -196,7 +170,7 @@ func TestCheckpointMatrix(t *testing.T) {
 				}
 				d.must("verify")
 				verifyBackend(t, rm, d.sb)
-				endSandbox(t, d.sb)
+				harness.Delete(t, d.sb)
 			})
 		}
 	}
@@ -206,7 +180,7 @@ func TestCheckpointMatrix(t *testing.T) {
 // changing modes and with every kind of image.
 func TestCheckpointGenerations(t *testing.T) {
 	bundle := daemonBundle(t, 32)
-	images := t.TempDir()
+	images := harness.TempDir(t)
 	plan := []struct {
 		m mode
 		o fleet.CheckpointOptions
@@ -247,7 +221,7 @@ func TestCheckpointGenerations(t *testing.T) {
 		verifyBackend(t, p.m, d.sb)
 		image = filepath.Join(images, id)
 		d.checkpoint(p.m, image, p.o)
-		endSandbox(t, d.sb)
+		harness.Delete(t, d.sb)
 	}
 	rt := newRuntime(t, modeOff(t))
 	d := restoreDaemon(t, rt, "last", bundle, image)
@@ -255,7 +229,7 @@ func TestCheckpointGenerations(t *testing.T) {
 		t.Fatalf("last generation: memory is %s, was %s", got, sum)
 	}
 	d.must("verify")
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 }
 
 // TestClones restores several sandboxes from one image at once and lets them
@@ -267,7 +241,7 @@ func TestClones(t *testing.T) {
 	}
 	m := modeIdle(t)
 	bundle := daemonBundle(t, 32)
-	image := filepath.Join(t.TempDir(), "image")
+	image := filepath.Join(harness.TempDir(t), "image")
 	rt := newRuntime(t, m)
 	origin := startDaemon(t, rt, "origin", bundle)
 	origin.must("work 3000")
@@ -276,7 +250,7 @@ func TestClones(t *testing.T) {
 	evict(t, m, origin.sb)
 	evictedNow(t, m, origin.sb)
 	origin.checkpoint(m, image, fleet.CheckpointOptions{})
-	endSandbox(t, origin.sb)
+	harness.Delete(t, origin.sb)
 
 	clones := make([]*daemon, n)
 	errs := make([]error, n)
@@ -339,7 +313,7 @@ func TestClones(t *testing.T) {
 	for _, d := range clones {
 		sums[d.must("sum")] = true
 		verifyBackend(t, m, d.sb)
-		endSandbox(t, d.sb)
+		harness.Delete(t, d.sb)
 	}
 	if len(sums) != n {
 		t.Errorf("%d clones that did different work have %d different memories", n, len(sums))
@@ -355,7 +329,7 @@ func TestCheckpointWhileEvicting(t *testing.T) {
 	}
 	m := modeForced(t)
 	bundle := daemonBundle(t, 32)
-	images := t.TempDir()
+	images := harness.TempDir(t)
 	rt := newRuntime(t, m)
 	d := startDaemon(t, rt, "origin", bundle)
 	for i := range rounds {
@@ -373,13 +347,13 @@ func TestCheckpointWhileEvicting(t *testing.T) {
 			t.Errorf("round %d: image holds %s, was %s", i, got, sum)
 		}
 		c.must("verify")
-		endSandbox(t, c.sb)
+		harness.Delete(t, c.sb)
 		os.RemoveAll(image)
 	}
 	time.Sleep(time.Second)
 	d.must("verify")
 	verifyBackend(t, m, d.sb)
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 }
 
 // TestPauseResume evicts around and during `runsc pause`.
@@ -408,7 +382,7 @@ func TestPauseResume(t *testing.T) {
 	}
 	d.must("verify")
 	verifyBackend(t, m, d.sb)
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 }
 
 // TestAccounting: what the guest and the host's tools are told about the
@@ -476,30 +450,24 @@ func TestAccounting(t *testing.T) {
 		}
 	}
 	verifyBackend(t, m, d.sb)
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 }
 
 // TestStoreLimit: a full store means that pages stay resident, nothing else.
 func TestStoreLimit(t *testing.T) {
 	b := agentzipOnly(t)
 	const limit = 2 << 20
-	m := mode{name: "store limit", binary: b.path, flags: []string{"--agentzip=on", fmt.Sprintf("--agentzip-store-max=%d", limit)}, evicts: true}
+	m := mode{name: "store limit", binary: b.Path, flags: []string{"--agentzip=on", fmt.Sprintf("--agentzip-store-max=%d", limit)}, evicts: true}
 	rt := newRuntime(t, m)
 	d := startDaemon(t, rt, "full", daemonBundle(t, 48))
 	for range 2 {
 		evict(t, m, d.sb)
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		defer cancel()
-		st, err := d.sb.Stats(ctx)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if st.StoreBytes > limit*5/4 {
+		if st := harness.Stats(t, d.sb); st.StoreBytes > limit*5/4 {
 			t.Errorf("the store holds %d bytes, more than its limit %d", st.StoreBytes, limit)
 		}
 		d.must("work 3000")
 		d.must("verify")
 	}
 	verifyBackend(t, m, d.sb)
-	endSandbox(t, d.sb)
+	harness.Delete(t, d.sb)
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // walker looks at files in every way that a path leads to one, waits, and looks
@@ -133,7 +134,7 @@ func TestDroppedDentriesWhileSaving(t *testing.T) {
 		for i := range saves {
 			// At every point of a wait of the walker's, of 1.5 s each.
 			time.Sleep(time.Duration(100+70*i) * time.Millisecond)
-			dir := filepath.Join(t.TempDir(), "image")
+			dir := filepath.Join(harness.TempDir(t), "image")
 			if err := b.sb.Checkpoint(ctx, dir, fleet.CheckpointOptions{LeaveRunning: true}); err != nil {
 				saved <- fmt.Errorf("checkpoint %d: %w", i, err)
 				return
@@ -181,11 +182,7 @@ func TestDirtyDentries(t *testing.T) {
 			if m.evicts {
 				m.flags = append(m.flags, "--agentzip-trim-after=200ms")
 			}
-			dir, err := os.MkdirTemp("/var/tmp", "agentzip-dentries-")
-			if err != nil {
-				t.Fatal(err)
-			}
-			atExit(t, func() { os.RemoveAll(dir) })
+			dir := harness.TempDir(t)
 			b := startBox(t, m)
 			b.exec(time.Minute, "/usr/bin/python3", "-B", "-c", stamps, dir)
 			b.finish()

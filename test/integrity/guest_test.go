@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 // runGuest runs one self-checking program and returns what it printed. Its last
@@ -23,7 +25,7 @@ func runGuest(t *testing.T, m mode, name string, secs int, args ...string) strin
 	lines := strings.Split(strings.TrimSpace(out), "\n")
 	last := lines[len(lines)-1]
 	if !strings.HasPrefix(last, "OK "+name) {
-		t.Fatalf("%s did not say OK:\n%s", name, tail(out, 3000))
+		t.Fatalf("%s did not say OK:\n%s", name, harness.Tail(out, 3000))
 	}
 	t.Logf("%s (%.1fs): %s", m.name, time.Since(began).Seconds(), last)
 	b.finish()
@@ -81,7 +83,7 @@ func TestMemtortureSettings(t *testing.T) {
 			if c.name == "disk overlay" && *rootfsFlag == "/" {
 				t.Skip("its file lies in the root filesystem: needs -rootfs with a folder")
 			}
-			m := mode{name: c.name, binary: b.path, flags: append([]string{"--agentzip=on"}, c.flags...), evicts: true}
+			m := mode{name: c.name, binary: b.Path, flags: append([]string{"--agentzip=on"}, c.flags...), evicts: true}
 			runMemtorture(t, m, seconds(6, 60), 32, 3)
 		})
 	}

@@ -13,6 +13,7 @@ import (
 
 	"runsc-agentzip/memfile/template"
 	"runsc-agentzip/pkg/fleet"
+	"runsc-agentzip/test/harness"
 )
 
 // TestTemplateCommands makes templates of a running container, reads them with
@@ -22,7 +23,7 @@ func TestTemplateCommands(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	rt := newRuntime(t, modeIdle(t))
-	dir := t.TempDir()
+	dir := harness.TempDir(t)
 	bundle := filepath.Join(dir, "bundle")
 	if err := fleet.WriteBundle(bundle, fleet.Spec{
 		Rootfs:         *rootfsFlag,

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"runsc-agentzip/test/harness"
 )
 
 // The programs in this file are not ours: they bring their own idea of what
@@ -85,7 +87,7 @@ func TestStressNG(t *testing.T) {
 				res, err := b.try(time.Duration(secs)*time.Second*6+60*time.Second, args...)
 				out := res.Stdout + res.Stderr
 				if err != nil {
-					t.Fatalf("%s: %v\n%s", s.name, err, tail(out, 3000))
+					t.Fatalf("%s: %v\n%s", s.name, err, harness.Tail(out, 3000))
 				}
 				switch fails := failures(out); {
 				case res.ExitCode == 0 && len(fails) == 0:
@@ -99,7 +101,7 @@ func TestStressNG(t *testing.T) {
 					// that gVisor is, not of memory.
 					t.Logf("%-10s not supported here: %s", s.name, lastLine(out))
 				default:
-					t.Errorf("%s: exit code %d\n%s", s.name, res.ExitCode, tail(out, 3000))
+					t.Errorf("%s: exit code %d\n%s", s.name, res.ExitCode, harness.Tail(out, 3000))
 				}
 			}
 			b.finish()
@@ -137,7 +139,7 @@ func TestMemtester(t *testing.T) {
 			// evicted: without the right to lock it goes on without.
 			out := b.sh(20*time.Minute, "ulimit -l 0 && exec setpriv --reuid=65534 --regid=65534 --clear-groups /usr/sbin/memtester "+size+" 1 2>&1")
 			if strings.Contains(out, "FAILURE") || !strings.Contains(out, "Done.") {
-				t.Errorf("memtester: %s", tail(out, 3000))
+				t.Errorf("memtester: %s", harness.Tail(out, 3000))
 			}
 			if !strings.Contains(out, "unlocked") {
 				t.Errorf("memtester has locked its memory:\n%s", head(out, 500))
@@ -290,7 +292,7 @@ func TestSQLite(t *testing.T) {
 		script := fmt.Sprintf(sqliteScript, db, rows, journal)
 		out := b.sh(15*time.Minute, "sqlite3 "+db+" <<'END'\n"+script+"END\n")
 		if n := strings.Count(out, "ok\n"); n != 3 {
-			t.Errorf("%s: %d of 3 integrity checks say ok:\n%s", db, n, tail(out, 2000))
+			t.Errorf("%s: %d of 3 integrity checks say ok:\n%s", db, n, harness.Tail(out, 2000))
 		}
 		return out
 	}
@@ -357,7 +359,7 @@ func TestGit(t *testing.T) {
 				diff -r --exclude=.git . ../repo
 				echo "files $(git ls-files | wc -l)"`)
 			if !strings.Contains(out, "files ") || strings.Contains(out, "error") || strings.Contains(out, "missing") {
-				t.Errorf("git: %s", tail(out, 2000))
+				t.Errorf("git: %s", harness.Tail(out, 2000))
 			}
 			t.Log(lastLine(out))
 			b.finish()
@@ -398,7 +400,7 @@ func pythonRun(t *testing.T, b *box, modules []string) map[string]map[string]str
 		res, err := b.try(12*time.Minute, "/bin/sh", "-c",
 			"cd /var/tmp && exec python3 -m test -v --timeout 300 "+mod+" 2>&1")
 		if err != nil {
-			t.Fatalf("%s: %v\n%s", mod, err, tail(res.Stdout, 2000))
+			t.Fatalf("%s: %v\n%s", mod, err, harness.Tail(res.Stdout, 2000))
 		}
 		results[""] = fmt.Sprintf("exit code %d", res.ExitCode)
 		for line := range strings.Lines(res.Stdout) {
@@ -407,7 +409,7 @@ func pythonRun(t *testing.T, b *box, modules []string) map[string]map[string]str
 			}
 		}
 		if len(results) == 1 {
-			t.Errorf("%s printed no results:\n%s", mod, tail(res.Stdout, 1500))
+			t.Errorf("%s printed no results:\n%s", mod, harness.Tail(res.Stdout, 1500))
 		}
 	}
 	return all
