@@ -151,7 +151,7 @@ erofs-test: build check-root ## Run sandboxes whose root is an EROFS image, with
 	$(SANDBOX) -timeout 10m ./test/erofs -runtime=$(RUNTIME) -require
 
 cloud-test: build stock check-root ## Drive sandboxes as a scheduler does, from Go and a shell
-	$(SANDBOX) -timeout 10m ./test/cloud $(RUNTIMES)
+	$(SANDBOX) -timeout 20m ./test/cloud $(RUNTIMES)
 
 # The suites that a busy machine does not put off, as many at once as there are jobs,
 # the longest first: sandboxes wait as much as they work. The others recognise waits, or

@@ -7,7 +7,7 @@
 #
 # ROOTFS is a folder with a root file system, of which a shell, cat, seq and wc are
 # needed; the host's own (/) by default. Guests write to memory, never to it. As
-# root, with a POSIX shell and sed; RUNSC and CLONES may be set.
+# root, with a POSIX shell and sed; RUNSC, CLONES and TMPDIR may be set.
 set -eu
 
 RUNSC=${RUNSC:-runsc-agentzip}
@@ -15,7 +15,7 @@ CLONES=${CLONES:-4}
 ROOTFS=$(cd "${1:-/}" && pwd)
 
 # Templates may be large: not where the host keeps files in memory.
-work=$(mktemp -d /var/tmp/scheduler.XXXXXX)
+work=$(mktemp -d "${TMPDIR:-/var/tmp}/scheduler.XXXXXX")
 # The runtime's state. Sockets are in it, whose paths must be short.
 root=$(mktemp -d /run/scheduler.XXXXXX)
 

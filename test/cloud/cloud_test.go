@@ -119,7 +119,7 @@ const (
 // template starts a tool server and makes a template of it.
 func (c *cloud) template() client.Template {
 	c.t.Helper()
-	ctx := within(c.t)
+	ctx := whole(c.t)
 	c.must(c.Run(ctx, newBundle(c.t, c.tool, "serve"), client.Start{ID: "seed"}))
 	c.ask("seed", "grow", fmt.Sprint(templateMiB), "template")
 	c.ask("seed", "put", "who", "seed")
@@ -136,7 +136,7 @@ func (c *cloud) template() client.Template {
 // TestScheduler is the whole loop.
 func TestScheduler(t *testing.T) {
 	c := newCloud(t)
-	ctx := within(t)
+	ctx := whole(t)
 	tpl := c.template()
 	for name, look := range map[string]func(context.Context, string) (client.TemplateInfo, error){"info": c.TemplateInfo, "verify": c.VerifyTemplate} {
 		if info, err := look(ctx, tpl.Dir); err != nil || info != tpl.Info || info.Bytes < templateMiB*mib {
@@ -274,7 +274,7 @@ func TestScheduler(t *testing.T) {
 // TestFailures: what fails says why, and leaves nothing.
 func TestFailures(t *testing.T) {
 	c := newCloud(t)
-	ctx := within(t)
+	ctx := whole(t)
 	tpl := c.template()
 	c.must(c.Restore(ctx, tpl, client.Start{ID: "here"}))
 
@@ -389,7 +389,7 @@ func TestFailures(t *testing.T) {
 // TestStdio drives a clone over pipes of its own.
 func TestStdio(t *testing.T) {
 	c := newCloud(t)
-	ctx := within(t)
+	ctx := whole(t)
 	b := newBundle(t, "/bin/sh", "-c", `n=0; while read -r x; do n=$((n+1)); echo "$n $x"; echo "err $n" >&2; done`)
 	c.must(c.Run(ctx, b, client.Start{ID: "seed"}))
 	// Its standard input was empty, so it has ended or is about to.
@@ -502,8 +502,13 @@ func TestShellInterrupted(t *testing.T) {
 // ended, unless the text is empty. Nothing may be left of it.
 func shell(t *testing.T, until string) string {
 	t.Helper()
-	cmd := exec.CommandContext(within(t), "sh", repoPath("runsc-agentzip/examples/scheduler.sh"))
-	cmd.Env = append(os.Environ(), "RUNSC="+binary(t, *runtimeFlag), "CLONES=4")
+	roots := func() []string {
+		all, _ := filepath.Glob("/run/scheduler.*")
+		return all
+	}
+	temp, before := t.TempDir(), roots()
+	cmd := exec.CommandContext(whole(t), "sh", repoPath("runsc-agentzip/examples/scheduler.sh"))
+	cmd.Env = append(os.Environ(), "RUNSC="+binary(t, *runtimeFlag), "CLONES=4", "TMPDIR="+temp)
 	// So that it can clean up.
 	terminate := func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.Cancel = terminate
@@ -522,12 +527,16 @@ func shell(t *testing.T, until string) string {
 	if until == "" && err != nil || until != "" && (!errors.As(err, &exit) || exit.ExitCode() != 143) {
 		t.Errorf("%v", err)
 	}
-	left, _ := filepath.Glob("/run/scheduler.*")
-	more, _ := filepath.Glob("/var/tmp/scheduler.*")
-	if left = append(left, more...); len(left) > 0 {
+	if left, err := os.ReadDir(temp); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+	// Others may be running it, or have been killed.
+	left := slices.DeleteFunc(roots(), func(root string) bool { return slices.Contains(before, root) })
+	if len(left) > 0 {
 		t.Errorf("left behind: %q", left)
 	}
-	if p := await(func() []string { return processes("/run/scheduler.") }); len(p) > 0 {
+	// The bundle is in their command lines.
+	if p := await(func() []string { return processes(temp) }); len(p) > 0 {
 		t.Errorf("left behind: %q", p)
 	}
 	return out.String()

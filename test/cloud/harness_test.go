@@ -175,6 +175,13 @@ func within(t testing.TB) context.Context {
 	return ctx
 }
 
+// whole is for all of a test, which calls a runtime a hundred times.
+func whole(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), 4*bounded)
+	t.Cleanup(cancel)
+	return ctx
+}
+
 // binary returns the path of a runsc, or skips.
 func binary(t testing.TB, path string) string {
 	t.Helper()
