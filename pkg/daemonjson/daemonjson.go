@@ -54,6 +54,8 @@ func Read(path string) (*File, error) {
 	// Where it is a link, what it leads to is rewritten, not the link.
 	if real, err := filepath.EvalSymlinks(path); err == nil {
 		path = real
+	} else if target, err := os.Readlink(path); err == nil {
+		return nil, fmt.Errorf("%s is a link to %s, which is not there: make that file, with {} in it, or remove the link", path, target)
 	}
 	f := &File{path: path, mode: 0o644, uid: -1, gid: -1}
 	content, err := os.ReadFile(path)
@@ -178,9 +180,9 @@ func (f *File) Save() (bool, error) {
 	if !f.changed {
 		return false, nil
 	}
-	if len(f.runtimes) == 0 {
-		f.top.remove(runtimesKey)
-	} else {
+	// Also if there is none left: a dockerd that is reloaded forgets the runtimes of
+	// before only if the setting is there.
+	if _, had := f.top.get(runtimesKey); had || len(f.runtimes) != 0 {
 		raw, err := encode(f.runtimes)
 		if err != nil {
 			return false, err

@@ -54,7 +54,7 @@ func TestInstallAndRemove(t *testing.T) {
 	require.True(t, removed)
 	_, err = f.Save()
 	require.NoError(t, err)
-	require.Equal(t, "{}\n", text(t, path))
+	require.JSONEq(t, `{"runtimes": {}}`, text(t, path), "for dockerd to forget it")
 }
 
 func TestKeepsTheRest(t *testing.T) {
@@ -123,6 +123,10 @@ func TestLink(t *testing.T) {
 	target, err := os.Readlink(link)
 	require.NoError(t, err)
 	require.Equal(t, path, target)
+
+	require.NoError(t, os.Remove(path))
+	_, err = Read(link)
+	require.ErrorContains(t, err, link+" is a link to "+path)
 }
 
 // Whatever else a file has survives that a runtime is added and removed.
@@ -178,6 +182,9 @@ func TestMetamorphic(t *testing.T) {
 			t.Fatal(err)
 		}
 		got := step(func(f *File) error { _, err := f.RemoveRuntime(name); return err })
+		if want[runtimesKey] == nil {
+			want[runtimesKey] = map[string]any{}
+		}
 		if !reflect.DeepEqual(got, want) {
 			t.Fatalf("%v became %v", want, got)
 		}

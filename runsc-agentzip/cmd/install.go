@@ -114,6 +114,9 @@ func (i *Install) run(w io.Writer, args []string) error {
 	if err != nil {
 		return fmt.Errorf("finding the binary: %w", err)
 	}
+	if len(args) > 0 && !plain(exe) {
+		return fmt.Errorf("dockerd starts a runtime with flags through a shell, and hands it %q as it is: move the binary to where the path has only letters, digits and %s", exe, plainOthers)
+	}
 	file, err := daemonjson.Read(i.ConfigFile)
 	if err != nil {
 		return err
@@ -142,6 +145,8 @@ func (i *Install) run(w io.Writer, args []string) error {
 	switch {
 	case keep:
 		fmt.Fprintf(w, "%s: runtime %q is there and was not changed (--clobber=false): %s\n", file.Path(), i.Runtime, line(old))
+	case found && old.Path == "":
+		fmt.Fprintf(w, "%s: runtime %q was of another kind (see %s~)\n%s: runtime %q is now: %s\n", file.Path(), i.Runtime, file.Path(), file.Path(), i.Runtime, line(want))
 	case found && line(old) != line(want):
 		fmt.Fprintf(w, "%s: runtime %q was:    %s\n%s: runtime %q is now: %s\n", file.Path(), i.Runtime, line(old), file.Path(), i.Runtime, line(want))
 	default:
@@ -168,15 +173,30 @@ func checkName(name string) error {
 	return nil
 }
 
-// checkBefore refuses our flags before the command's name: they look as if they were for
-// the containers, and would be ignored.
+// forInstall are the global flags that have to do with the command itself.
+var forInstall = []string{"log", "log-format", "debug", "debug-log", "debug-log-format", "debug-command", "alsologtostderr", "root"}
+
+// checkBefore refuses flags before the command's name that look as if they were for the
+// containers: they would be ignored.
 func checkBefore() (err error) {
 	flag.CommandLine.Visit(func(f *flag.Flag) {
-		if err == nil && strings.HasPrefix(f.Name, "agentzip") {
+		// Flags of the test binary are not runsc's.
+		if err == nil && !slices.Contains(forInstall, f.Name) && !strings.HasPrefix(f.Name, "test.") {
 			err = fmt.Errorf("--%s before \"install\" is not for the containers: put it behind: install -- --%s=%s", f.Name, f.Name, f.Value)
 		}
 	})
 	return err
+}
+
+// plainOthers are the characters besides letters and digits that mean nothing to a shell.
+const plainOthers = "_ @ % + = : , . / -"
+
+// plain tells whether a shell leaves s as it is. For a runtime with flags dockerd writes
+// a script that calls it, without quotes.
+func plain(s string) bool {
+	return !strings.ContainsFunc(s, func(r rune) bool {
+		return !('a' <= r && r <= 'z' || 'A' <= r && r <= 'Z' || '0' <= r && r <= '9' || r < 0x80 && r != ' ' && strings.ContainsRune(plainOthers, r))
+	})
 }
 
 // checkRuntimeArgs returns an error unless every container could be started with the
@@ -187,6 +207,14 @@ func checkRuntimeArgs(args []string) error {
 	f.Usage = func() {}
 	config.RegisterFlags(f)
 	const hint = "(\"runsc-agentzip flags\" lists the flags; nothing was written)"
+	for _, a := range args {
+		if a == "--" {
+			return fmt.Errorf("runtime flags: a second -- would keep dockerd's own flags from being read %s", hint)
+		}
+		if !plain(a) {
+			return fmt.Errorf("runtime flags: %q: dockerd hands flags to a shell as they are, so they can have only letters, digits and %s %s", a, plainOthers, hint)
+		}
+	}
 	if err := f.Parse(args); err != nil {
 		return fmt.Errorf("runtime flags: %w %s", err, hint)
 	}

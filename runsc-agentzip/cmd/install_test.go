@@ -75,7 +75,9 @@ func TestInstall(t *testing.T) {
 // What would keep containers or dockerd from starting is refused by its name, and
 // nothing is written.
 func TestInstallRefuses(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "daemon.json")
+	dir, err := filepath.EvalSymlinks(t.TempDir())
+	require.NoError(t, err)
+	file := filepath.Join(dir, "daemon.json")
 	for _, c := range []struct {
 		args []string
 		want string
@@ -92,6 +94,10 @@ func TestInstallRefuses(t *testing.T) {
 		{[]string{"--", "--network=nowhere"}, "-network"},
 		{[]string{"--", "--debug", "now"}, `"now" is none`},
 		{[]string{"eager"}, `"eager" is none`},
+		{[]string{"--pool=/run/my pool.sock"}, `"--agentzip-pool=/run/my pool.sock": dockerd hands flags to a shell`},
+		{[]string{"--", "--debug-log=/tmp/$HOME"}, "dockerd hands flags to a shell"},
+		{[]string{"--", "--debug-log=/tmp/a;reboot"}, "dockerd hands flags to a shell"},
+		{[]string{"--", "--debug", "--"}, "a second --"},
 		{[]string{"--runtime="}, "--runtime is empty"},
 		{[]string{"--runtime=runc"}, "--runtime=runc"},
 		{[]string{"--runtime=a b"}, `--runtime="a b"`},
@@ -104,7 +110,7 @@ func TestInstallRefuses(t *testing.T) {
 		require.NoFileExists(t, file)
 	}
 	require.NoError(t, os.WriteFile(file, []byte("{,}"), 0o644))
-	_, err := install(t, file)
+	_, err = install(t, file)
 	require.ErrorContains(t, err, file+": not valid JSON: line 1")
 	_, err = uninstall(t, file)
 	require.ErrorContains(t, err, file+": not valid JSON: line 1")

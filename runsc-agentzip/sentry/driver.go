@@ -126,8 +126,6 @@ func (d *driver) enter(waiting bool, why string) {
 	d.waiting, d.why, d.since = waiting, why, now
 	if waiting {
 		d.waits++
-	} else {
-		d.collector.release()
 	}
 	// What was hinted at has happened.
 	select {
@@ -319,7 +317,7 @@ func (d *driver) run() {
 		w := d.watch()
 		// Until it was given back the time goes on: what timers do does not put it
 		// off for ever.
-		if worked || quiet.trimmed {
+		if worked || quiet.trimmed || quiet.pagedOut {
 			quiet.waits, quiet.trimmed, quiet.pagedOut = time.Now(), false, false
 		}
 		if worked {
@@ -431,6 +429,9 @@ func (d *driver) run() {
 			}
 		}
 		close(w.ended)
+		if quiet.pagedOut {
+			d.collector.releaseAfter(stepGrace)
+		}
 		d.mu.Lock()
 		if ended.Evicted != 0 {
 			d.det.Evicted(ended.Elapsed)
@@ -539,14 +540,10 @@ func (q *quietTime) next(d *driver) (work func(stop func() bool), due time.Time)
 	return work, due
 }
 
-// pageOut has the host swap the Sentry's heap out, until the wait is over.
+// pageOut has the host swap the Sentry's heap out.
 func (d *driver) pageOut(stop func() bool) {
 	start := time.Now()
-	d.mu.Lock()
-	if d.waiting {
-		d.collector.hold()
-	}
-	d.mu.Unlock()
+	d.collector.hold()
 	if d.halted() {
 		d.collector.release()
 	}

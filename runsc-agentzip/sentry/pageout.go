@@ -1,9 +1,11 @@
 package sentry
 
 import (
+	"runtime"
 	"runtime/debug"
 	"runtime/metrics"
 	"sync"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -16,11 +18,16 @@ import (
 // the operator has to want swap at all.
 //
 // A collection would bring all of the heap back, and the runtime starts one every two
-// minutes at the latest. So there is none until the wait is over, or until the heap
-// has grown by heapSlack.
+// minutes at the latest. So there is none until the heap has grown by heapSlack, or until
+// stepGrace after the wait has ended: the runtime would make up for it at once, and the
+// first command would take four times as long (measured after a wait of 150 s).
 
-// heapSlack is by how much the heap may grow while nothing collects garbage, in bytes.
-const heapSlack = 16 << 20
+// heapSlack is by how much the heap may grow while nothing collects garbage, in bytes,
+// and stepGrace how long a step may last until garbage is collected again.
+const (
+	heapSlack = 16 << 20
+	stepGrace = 10 * time.Second
+)
 
 // arenaSize is how much address space the runtime takes for its heap at once, on every
 // 64-bit Linux. It is aligned.
@@ -57,8 +64,8 @@ func heapArenas() (start uintptr, size uintptr) {
 	return start, end - start
 }
 
-// pageOut has the host swap the heap out. It does nothing where there is no swap, and
-// does not fail: what the host does not take stays.
+// pageOut has the host swap the heap out. It does not fail: what the host does not take,
+// all of it where there is no swap, stays.
 func pageOut(stop func() bool) {
 	start, size := heapArenas()
 	for off := uintptr(0); off < size && !stop(); off += pageoutSlice {
@@ -68,36 +75,63 @@ func pageOut(stop func() bool) {
 }
 
 // A collector holds the garbage collector off. Its zero value does not.
+//
+// It is held from hold on, until release is called, or releaseAfter was and the time is
+// over, or a collection has taken place all the same: then the heap is back.
 type collector struct {
 	// mu protects the rest. It is a leaf.
-	mu      sync.Mutex
-	held    bool
+	mu   sync.Mutex
+	held bool
+	// holds counts the calls to hold: what is to end one must not end a later one.
+	holds   uint64
 	percent int
 	limit   int64
 }
 
-// hold holds it off until release, or until there is heapSlack more to collect.
+// hold holds it off. It may have to wait for a collection to end.
 func (c *collector) hold() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.held {
-		return
+	c.holds++
+	if !c.held {
+		total := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
+		metrics.Read(total)
+		c.held = true
+		c.limit = debug.SetMemoryLimit(int64(total[0].Value.Uint64()-total[1].Value.Uint64()) + heapSlack)
+		c.percent = debug.SetGCPercent(-1)
 	}
-	total := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
-	metrics.Read(total)
-	c.held = true
-	c.limit = debug.SetMemoryLimit(int64(total[0].Value.Uint64()-total[1].Value.Uint64()) + heapSlack)
-	c.percent = debug.SetGCPercent(-1)
+	runtime.AddCleanup(new([64]byte), c.releaseHold, c.holds)
 }
 
 // release lets it go on as before.
 func (c *collector) release() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.releaseLocked()
+}
+
+func (c *collector) releaseLocked() {
 	if !c.held {
 		return
 	}
 	c.held = false
 	debug.SetGCPercent(c.percent)
 	debug.SetMemoryLimit(c.limit)
+}
+
+func (c *collector) releaseHold(hold uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.holds == hold {
+		c.releaseLocked()
+	}
+}
+
+// releaseAfter lets it go on after a time, unless hold is called until then. It does not
+// wait for anything.
+func (c *collector) releaseAfter(t time.Duration) {
+	c.mu.Lock()
+	n := c.holds
+	c.mu.Unlock()
+	time.AfterFunc(t, func() { c.releaseHold(n) })
 }

@@ -1,9 +1,10 @@
 package sentry
 
 import (
-	"math"
+	"runtime"
 	"runtime/debug"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
@@ -42,21 +43,48 @@ func TestPageOut(t *testing.T) {
 	require.Equal(t, 1, n)
 }
 
-// TestCollector: the collector is held off once, and goes on as before.
+// TestCollector: the collector is held off, and goes on as before when it is released, after
+// the time that was set unless it is held anew, or when garbage was collected all the same.
 func TestCollector(t *testing.T) {
-	old := debug.SetGCPercent(73)
-	defer debug.SetGCPercent(old)
+	defer debug.SetGCPercent(debug.SetGCPercent(73))
+	before := debug.SetMemoryLimit(-1)
+	percent := func() int {
+		p := debug.SetGCPercent(73)
+		debug.SetGCPercent(p)
+		return p
+	}
 	var c collector
+	held := func() bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.held
+	}
 	c.release()
-	require.Equal(t, 73, debug.SetGCPercent(73))
+	require.False(t, held())
 	c.hold()
-	c.hold()
-	require.Equal(t, -1, debug.SetGCPercent(-1))
+	require.True(t, held())
+	require.Equal(t, -1, percent())
 	limit := debug.SetMemoryLimit(-1)
 	require.Greater(t, limit, int64(heapSlack))
-	require.Less(t, limit, int64(math.MaxInt64))
+	require.Less(t, limit, before)
 	c.release()
 	c.release()
-	require.Equal(t, 73, debug.SetGCPercent(73))
-	require.EqualValues(t, math.MaxInt64, debug.SetMemoryLimit(-1))
+	require.Equal(t, 73, percent())
+	require.Equal(t, before, debug.SetMemoryLimit(-1))
+
+	c.hold()
+	c.releaseAfter(0)
+	require.Eventually(t, func() bool { return !held() }, time.Minute, time.Millisecond)
+	require.Equal(t, before, debug.SetMemoryLimit(-1))
+
+	// Whoever holds it last decides.
+	c.hold()
+	n := c.holds
+	c.hold()
+	c.releaseHold(n)
+	require.True(t, held())
+	runtime.GC()
+	require.Eventually(t, func() bool { return !held() }, time.Minute, time.Millisecond)
+	require.Equal(t, 73, percent())
+	require.Equal(t, before, debug.SetMemoryLimit(-1))
 }

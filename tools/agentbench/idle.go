@@ -364,7 +364,7 @@ func (r *idleRun) episode(ctx context.Context, s idleSubject, n, number int) err
 				select {
 				case <-ctx.Done():
 					return ctx.Err()
-				case <-time.After(time.Until(last[i].Add(wait))):
+				case <-time.After(time.Until(later(last[i].Add(wait), used[i].since.Add(wait/2)))):
 				}
 				m := &r.report.Samples[len(r.report.Samples)-n+i]
 				// Before memory is measured, which asks the sandbox.
@@ -385,6 +385,13 @@ func (r *idleRun) episode(ctx context.Context, s idleSubject, n, number int) err
 		}
 	}
 	return nil
+}
+
+func later(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
 }
 
 // A usedCPU measures how much of a processor a sandbox uses.
