@@ -109,9 +109,9 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	}
 	// Flags may follow the command too: "agentzip stats -json ID".
 	rest := flag.NewFlagSet("agentzip "+f.Arg(0), flag.ContinueOnError)
-	a.SetFlags(rest)
 	json := a.json
-	rest.BoolVar(&json, "j", a.json, "short for -json")
+	a.SetFlags(rest)
+	rest.BoolVar(&json, "j", json, "short for -json")
 	if f.Arg(0) == "prefetch" {
 		rest.StringVar(&a.save, "save", "", "folder of the template")
 	}
@@ -123,23 +123,70 @@ func (a *Agentzip) Execute(_ context.Context, f *flag.FlagSet, args ...any) subc
 	}
 	a.json = a.json || json
 	if rest.NArg() != 1 {
-		util.Fatalf("agentzip %s: want one container ID, got %d arguments", f.Arg(0), rest.NArg())
+		util.Fatalf("agentzip %s: want one container ID, got %d arguments (flags go before the ID)", f.Arg(0), rest.NArg())
 	}
-	id := rest.Arg(0)
-	c, err := container.Load(conf.RootDir, container.FullID{ContainerID: id}, container.LoadOpts{})
+	if _, ok := phase.ParseHint(a.phase); !ok && f.Arg(0) == "hint" {
+		util.Fatalf("agentzip hint: -phase=%q: want -phase=wait or -phase=resume", a.phase)
+	}
+	c, err := load(conf, rest.Arg(0))
 	if err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			util.Fatalf("agentzip %s: there is no container %q below --root=%s", f.Arg(0), id, conf.RootDir)
-		}
-		util.Fatalf("agentzip %s: loading container %q: %v", f.Arg(0), id, err)
-	}
-	if !c.IsSandboxRunning() {
-		util.Fatalf("agentzip %s: the sandbox of container %q does not run", f.Arg(0), id)
+		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
 	}
 	if err := run(a, c, os.Stdout); err != nil {
 		util.Fatalf("agentzip %s: %v", f.Arg(0), err)
 	}
 	return subcommands.ExitSuccess
+}
+
+// load returns the container with an ID, whose sandbox runs.
+//
+// It is more careful than runsc, which takes the beginning of an ID for the ID if no
+// other begins so: what is meant for a sandbox that has ended could go to another. Only
+// what Docker prints of its IDs is enough here.
+func load(conf *config.Config, id string) (*container.Container, error) {
+	if _, err := os.ReadDir(conf.RootDir); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("looking for container %q: %w", id, err)
+	}
+	all, err := container.List(conf.RootDir)
+	if err != nil {
+		return nil, fmt.Errorf("looking for container %q: %w", id, err)
+	}
+	full, err := choose(all, id)
+	if err != nil {
+		return nil, fmt.Errorf("there is no container %q below --root=%s%w", id, conf.RootDir, err)
+	}
+	c, err := container.Load(conf.RootDir, full, container.LoadOpts{Exact: true})
+	if err != nil {
+		return nil, fmt.Errorf("loading container %q: %w", id, err)
+	}
+	if !c.IsSandboxRunning() {
+		return nil, fmt.Errorf("the sandbox of container %q does not run", id)
+	}
+	return c, nil
+}
+
+// shortID is how many characters Docker prints of an ID, all of them hexadecimal digits.
+const shortID = 12
+
+// choose returns the one of all that id means. The error is what there is besides to say
+// than that there is none.
+func choose(all []container.FullID, id string) (container.FullID, error) {
+	var longer []container.FullID
+	for _, full := range all {
+		switch {
+		case full.ContainerID == id:
+			return full, nil
+		case strings.HasPrefix(full.ContainerID, id):
+			longer = append(longer, full)
+		}
+	}
+	if len(id) >= shortID && strings.Trim(id, "0123456789abcdef") == "" && len(longer) == 1 {
+		return longer[0], nil
+	}
+	if len(longer) != 0 && id != "" {
+		return container.FullID{}, fmt.Errorf(" (%s begins so, but an ID has to be given whole)", longer[0].ContainerID)
+	}
+	return container.FullID{}, errors.New("")
 }
 
 // call calls a method of sentry.Agentzip that needs no argument.
@@ -230,9 +277,6 @@ func (a *Agentzip) prefetch(c *container.Container, w io.Writer) error {
 }
 
 func (a *Agentzip) hint(c *container.Container, _ io.Writer) error {
-	if _, ok := phase.ParseHint(a.phase); !ok {
-		return fmt.Errorf("-phase=%q: want -phase=wait or -phase=resume", a.phase)
-	}
 	return callWith(c, "Hint", &struct{ Phase string }{a.phase}, &struct{}{})
 }
 
@@ -248,14 +292,17 @@ func savePatterns(c *container.Container, dir string, w io.Writer) error {
 	if err := call(c, "Patterns", &b); err != nil {
 		return err
 	}
+	path := filepath.Join(dir, prefetch.File)
 	// What is for another template would be ignored later: say it now.
-	switch err := prefetch.New().Import(b, prefetch.Digest(digest)); {
+	learnt := prefetch.New()
+	switch err := learnt.Import(b, prefetch.Digest(digest)); {
 	case errors.Is(err, prefetch.ErrNotForTemplate):
 		return fmt.Errorf("the sandbox was restored from another template than the one in %s", dir)
 	case err != nil:
 		return err
+	case learnt.Quality().Patterns == 0:
+		return fmt.Errorf("the sandbox has learnt nothing yet: it takes steps, with waits between them; %s was not written", path)
 	}
-	path := filepath.Join(dir, prefetch.File)
 	// Restores that are in progress read the old file or the new one.
 	f, err := os.CreateTemp(dir, prefetch.File+".*")
 	if err != nil {

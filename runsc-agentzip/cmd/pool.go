@@ -102,6 +102,9 @@ func (a *Agentzip) pool(conf *config.Config, args []string) subcommands.ExitStat
 	if f.NArg() != 0 {
 		util.Fatalf("agentzip pool %s: want flags only, got %q", command, f.Arg(0))
 	}
+	if p.socket == "" && command != "serve" {
+		p.socket = defaultPool
+	}
 	err := p.check()
 	if err == nil {
 		err = run()

@@ -127,15 +127,9 @@ func (t *templateFlags) create(conf *config.Config, id string) (template.Info, e
 	if t.settleTimeout < 0 {
 		return template.Info{}, fmt.Errorf("--settle-timeout=%v is negative", t.settleTimeout)
 	}
-	c, err := container.Load(conf.RootDir, container.FullID{ContainerID: id}, container.LoadOpts{})
+	c, err := load(conf, id)
 	if err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return template.Info{}, fmt.Errorf("there is no container %q below --root=%s", id, conf.RootDir)
-		}
-		return template.Info{}, fmt.Errorf("loading container %q: %w", id, err)
-	}
-	if !c.IsSandboxRunning() {
-		return template.Info{}, fmt.Errorf("the sandbox of container %q does not run", id)
+		return template.Info{}, err
 	}
 	// Before anything is done to the container.
 	undo, err := t.makeFolder()
