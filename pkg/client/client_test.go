@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -433,6 +434,7 @@ case "$1" in
 own) fail "executing processes for container: no such file" ;;
 panic) echo "panic: oh" >&2; exit 2 ;;
 same) echo 5 >"$pidfile"; exit 128 ;;
+killed) echo 5 >"$pidfile"; kill -9 $$ ;;
 ends) echo 5 >"$pidfile"; fail "waiting on pid 5: EOF" ;;
 much) echo 5 >"$pidfile"; head -c 16777220 /dev/zero; exit 0 ;;
 bg) echo 5 >"$pidfile"; echo out; sleep 90 & echo $! >"$DIR/bg"; exit 0 ;;
@@ -453,6 +455,15 @@ esac
 		t.Errorf("%v", err)
 	}
 	if res, err := run(ctx, "same"); err != nil || res.ExitCode != 128 {
+		t.Errorf("%+v, %v", res, err)
+	}
+	if _, err := run(ctx, "killed"); !errors.As(err, &ce) || !strings.Contains(err.Error(), "killed") {
+		t.Errorf("runsc was killed: %v", err)
+	}
+	// A reader that never returns does not keep Exec.
+	silent, pipe := io.Pipe()
+	defer pipe.Close()
+	if res, err := f.Exec(ctx, "a", ExecOptions{Args: []string{"same"}, Stdin: silent}); err != nil || res.ExitCode != 128 {
 		t.Errorf("%+v, %v", res, err)
 	}
 	if _, err := run(ctx, "ends"); !errors.As(err, &ce) || !strings.Contains(ce.Stderr, "waiting on pid") {
@@ -747,6 +758,7 @@ func TestImportable(t *testing.T) {
 		"main.go": `package main
 
 import (
+	"io"
 	"fmt"
 
 	"runsc-agentzip/pkg/bundle"

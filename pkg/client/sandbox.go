@@ -149,7 +149,8 @@ type ExecOptions struct {
 	Cwd string
 	// User is UID or UID:GID, the container's by default.
 	User string
-	// Stdin is what the command reads, nothing by default.
+	// Stdin is what the command reads, nothing by default. What is no file may be read
+	// from once more after Exec has returned.
 	Stdin io.Reader
 	// Stdout and Stderr get what the command writes, in place of ExecResult.
 	Stdout, Stderr io.Writer
@@ -207,7 +208,7 @@ func (c *Client) Exec(ctx context.Context, id string, o ExecOptions) (ExecResult
 	args = append(append(args, id), o.Args...)
 	cmd := c.command(ctx, []string{"--log=" + log}, args)
 	var out, errOut head
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = o.Stdin, &out, &errOut
+	cmd.Stdout, cmd.Stderr = &out, &errOut
 	if o.Stdout != nil {
 		cmd.Stdout = o.Stdout
 	}
@@ -216,8 +217,18 @@ func (c *Client) Exec(ctx context.Context, id string, o ExecOptions) (ExecResult
 	}
 	// The sandbox would have offsets of its own in regular files, from 0 on: it gets
 	// pipes.
-	if regular(cmd.Stdin) {
-		cmd.Stdin = struct{ io.Reader }{cmd.Stdin}
+	if f, ok := o.Stdin.(*os.File); ok && !regular(f) {
+		cmd.Stdin = f
+	} else if o.Stdin != nil {
+		// Nobody waits for the copy: a Reader that blocks would keep Exec.
+		in, err := cmd.StdinPipe()
+		if err != nil {
+			return ExecResult{}, failure(args, err, "")
+		}
+		go func() {
+			_, _ = io.Copy(in, o.Stdin)
+			in.Close()
+		}()
 	}
 	if regular(cmd.Stdout) {
 		cmd.Stdout = struct{ io.Writer }{cmd.Stdout}
@@ -240,7 +251,8 @@ func (c *Client) Exec(ctx context.Context, id string, o ExecOptions) (ExecResult
 		return res, failure(args, ctx.Err(), logged(log))
 	}
 	var exit *exec.ExitError
-	if err != nil && !errors.As(err, &exit) {
+	if err != nil && (!errors.As(err, &exit) || res.ExitCode < 0) {
+		// It was not run, or was killed: not by what it ran.
 		return res, failure(args, err, logged(log))
 	}
 	// Its log tells runsc's own failures from a command that exits with the same
@@ -472,7 +484,8 @@ func (c *Client) Cleanup() error {
 	// It is mounted again and again, and at worst not at all.
 	for syscall.Unmount(filepath.Join(c.root, "null-netns"), syscall.MNT_DETACH) == nil {
 	}
-	// Only what runsc puts there: Root may be a folder that was given by mistake.
+	// Only if there is only what runsc puts there: Root may be a folder that was given
+	// by mistake.
 	entries, err := os.ReadDir(c.root)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -480,10 +493,13 @@ func (c *Client) Cleanup() error {
 		return fmt.Errorf("client: root: %w", err)
 	}
 	for _, e := range entries {
-		if e.Name() == "null-netns" || strings.HasSuffix(e.Name(), ".lock") {
-			if err := os.Remove(filepath.Join(c.root, e.Name())); err != nil {
-				return fmt.Errorf("client: root: %w", err)
-			}
+		if e.Name() != "null-netns" && !strings.HasSuffix(e.Name(), ".lock") {
+			return fmt.Errorf("client: root: %s is not runsc's: nothing in %s was removed", e.Name(), c.root)
+		}
+	}
+	for _, e := range entries {
+		if err := os.Remove(filepath.Join(c.root, e.Name())); err != nil {
+			return fmt.Errorf("client: root: %w", err)
 		}
 	}
 	if err := os.Remove(c.root); err != nil {

@@ -110,7 +110,8 @@ func (c *Client) VerifyTemplate(ctx context.Context, dir string) (TemplateInfo, 
 
 // SavePatterns writes what a clone has learnt about the memory that steps want
 // beside its template, for clones that are restored later. It fails if the clone
-// is of another template than the one in dir.
+// is of another template than the one in dir, or has learnt nothing yet; then what is
+// there stays.
 func (c *Client) SavePatterns(ctx context.Context, id, dir string) error {
 	if err := c.find(id); err != nil {
 		return err

@@ -37,7 +37,8 @@ const poolUsage = `agentzip pool serve --socket=PATH [flags] - keep, once, the p
 agentzip pool stats [-json]                - what the pool holds
 agentzip pool drain                        - have the pool take no more pages; those in use stay
 
-  --socket=PATH          the pool's socket, an absolute path (default: the flag --agentzip-pool)
+  --socket=PATH          the pool's socket, an absolute path (default: the flag --agentzip-pool;
+                         of stats and drain without that /run/runsc-agentzip/pool.sock)
   --max-bytes=N          serve: memory that the pool may hold, in bytes; 0 (default) is no limit
   --domain-max-bytes=N   serve: the same for each domain
   --keep=TIME            serve: how long a page that no sandbox refers to is kept (default 10s)

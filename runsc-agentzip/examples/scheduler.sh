@@ -24,14 +24,31 @@ runsc() {
 	"$RUNSC" --root="$root" --network=none --ignore-cgroups --overlay2=all:memory "$@"
 }
 
+# start ID COMMAND...: a command that starts a sandbox, in the background and in a
+# session of its own: what is interrupted in the middle leaves a sandbox that nobody
+# knows.
+start() {
+	id=$1
+	shift
+	setsid "$RUNSC" --root="$root" --network=none --ignore-cgroups --overlay2=all:memory \
+		"$@" "$id" </dev/null >/dev/null 2>"$work/$id.err" &
+}
+
 # Whatever happens, nothing is left behind. Deleting what is not there is no error.
 cleanup() {
-	wait # for clones that are being restored
+	trap '' INT TERM
+	wait # for sandboxes that are being started
+	left=
 	for id in seed $clones $children; do
-		runsc delete --force "$id" || echo "scheduler.sh: $id may still run" >&2
+		runsc delete --force "$id" || left="$left $id"
 	done
+	rm -rf "$work"
+	if [ -n "$left" ]; then
+		echo "scheduler.sh: may still run, with their state in $root:$left" >&2
+		return
+	fi
 	umount "$root/null-netns" 2>/dev/null || :
-	rm -rf "$root" "$work"
+	rm -rf "$root"
 }
 clones= children=
 trap cleanup EXIT
@@ -93,7 +110,8 @@ cat >"$work/bundle/config.json" <<EOF
   "linux": {"namespaces": [{"type": "pid"}, {"type": "network"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}]}
 }
 EOF
-runsc run --detach --bundle "$work/bundle" seed </dev/null >/dev/null 2>&1
+start seed run --detach --bundle "$work/bundle"
+wait $! || { cat "$work/seed.err" >&2; exit 1; }
 step seed
 runsc agentzip template create --image-path "$work/template" --settle-cmd 'sync' seed >/dev/null
 runsc delete --force seed
@@ -108,7 +126,7 @@ while [ $i -lt "$CLONES" ]; do
 done
 pids=
 for id in $clones; do
-	runsc restore --detach --bundle "$work/bundle" --image-path "$work/template" "$id" </dev/null >/dev/null 2>"$work/$id.err" &
+	start "$id" restore --detach --bundle "$work/bundle" --image-path "$work/template"
 	pids="$pids $!"
 done
 for pid in $pids; do
@@ -136,8 +154,8 @@ set -- $clones
 runsc agentzip template create --image-path "$work/fork" --leave-running "$1" >/dev/null
 children='fork-1 fork-2'
 for id in $children; do
-	runsc restore --detach --bundle "$work/bundle" --image-path "$work/fork" "$id" </dev/null >/dev/null 2>"$work/$id.err" ||
-		{ cat "$work/$id.err" >&2; exit 1; }
+	start "$id" restore --detach --bundle "$work/bundle" --image-path "$work/fork"
+	wait $! || { cat "$work/$id.err" >&2; exit 1; }
 	step "$id"
 done
 step "$1"

@@ -64,9 +64,12 @@ func restoreError(spec *specs.Spec, cid, dir string, err error) error {
 		return fmt.Errorf("restoring container %q from %s: %s; restore with the very image, or make the checkpoint anew (images of the bundle: %s)",
 			cid, dir, strings.TrimRight(what, ":"), strings.Join(erofsImages(spec), ", "))
 	}
-	// The words of specutils.RestoreValidateSpec, and of the check of versions.
+	// The words of the check of versions, and of specutils.RestoreValidateSpec.
+	if strings.Contains(what, "runsc version does not match across checkpoint restore") {
+		return fmt.Errorf("restoring container %q from %s: %s; an image is restored by the version that made it", cid, dir, what)
+	}
 	if strings.Contains(what, "does not match across checkpoint restore") {
-		return fmt.Errorf("restoring container %q from %s: %s; the image is for the bundle and the version of runsc-agentzip that it was made with: args, mounts and read-only roots have to be the same", cid, dir, what)
+		return fmt.Errorf("restoring container %q from %s: %s; the image is for the bundle that it was made with: args, mounts and read-only roots have to be the same", cid, dir, what)
 	}
 	return fmt.Errorf("restoring container %q from %s (checkpoint.img, and pages_meta.img and pages.img if there are any): %s; if it worked before, the image may be truncated or damaged: copy or make it again", cid, dir, what)
 }
