@@ -85,7 +85,7 @@ demo: check-root build stock ## Build, then show the main job on real sandboxes
 	@$(INSTALL) $(DEMO_PACKAGES)
 	bin/agentbench demo $(DEMO_FLAGS)
 
-test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test sandbox-test cloud-test pool-test phase-test integrity-test ## Run everything that CI runs
+test: check-root deps check unit fuzz build stock bazel-test fleet-test agentbench-test linux-test docker-test containerd-test readme-test sandbox-test pressure-test cloud-test pool-test phase-test integrity-test ## Run everything that CI runs
 
 check: vendor ## Check formatting, BUILD.bazel files and go vet
 	@files=$$(find . \( -path ./vendor -o -path ./out \) -prune -o -name '*.go' -print | xargs gofmt -l); \
@@ -154,11 +154,11 @@ cloud-test: build stock check-root ## Drive sandboxes as a scheduler does, from 
 	$(SANDBOX) -timeout 20m ./test/cloud $(RUNTIMES)
 
 # The suites that a busy machine does not put off, as many at once as there are jobs,
-# the longest first: sandboxes wait as much as they work. The others recognise waits, or
-# compare times.
-sandbox-test: build stock check-root ## Run the five suites above that can share the machine
+# the longest first: sandboxes wait as much as they work. The others recognise waits,
+# compare times, or have little memory.
+sandbox-test: build stock check-root ## Run template, soak, erofs and observe, side by side
 	@$(INSTALL) $(UNIT_PACKAGES) $(EROFS_PACKAGES)
-	$(SANDBOX) -p $(JOBS) -timeout 30m ./test/template ./test/soak ./test/pressure ./test/erofs ./test/observe $(RUNTIMES)
+	$(SANDBOX) -p $(JOBS) -timeout 30m ./test/template ./test/soak ./test/erofs ./test/observe $(RUNTIMES)
 
 # A machine without zram, or with swap in use, does without the system linux.
 agentbench-test: build stock check-root ## Run a small benchmark of agents
