@@ -758,7 +758,6 @@ func TestImportable(t *testing.T) {
 		"main.go": `package main
 
 import (
-	"io"
 	"fmt"
 
 	"runsc-agentzip/pkg/bundle"
