@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -635,15 +636,29 @@ func TestFork(t *testing.T) {
 func TestKill(t *testing.T) {
 	f := newFake(t, `
 case "$cmd$last" in
-killKILL) case "$1" in ended) fail "sandbox is not running" ;; stubborn) fail "no way" ;; esac; touch "$DIR/killed" ;;
+killKILL) case "$1" in ended|unreaped) fail "sandbox is not running" ;; stubborn) fail "no way" ;; esac; touch "$DIR/killed" ;;
 stateended) echo '{"status":"stopped"}' ;;
 statelives) if [ -e "$DIR/looked" ]; then echo '{"status":"stopped"}'; else touch "$DIR/looked"; echo '{"status":"running"}'; fi ;;
 stateforever) echo '{"status":"running"}' ;;
 statestubborn) echo '{"status":"running"}' ;;
+stateunreaped) pid=$(cat "$DIR/unreaped"); if [ -e "/proc/$pid" ]; then echo "{\"status\":\"running\",\"pid\":$pid}"; else echo '{"status":"stopped"}'; fi ;;
 esac
 `)
-	f.add("ended", "lives", "forever", "stubborn")
+	f.add("ended", "lives", "forever", "stubborn", "unreaped")
 	ctx := t.Context()
+
+	// Its parent takes longer to notice than Kill waits for one that does not end.
+	unreaped := exec.Command("true")
+	if err := unreaped.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(f.dir, "unreaped"), []byte(strconv.Itoa(unreaped.Process.Pid)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	noticed := time.AfterFunc(3*time.Second, func() { unreaped.Wait() })
+	if err := f.Kill(ctx, "unreaped"); err != nil || noticed.Stop() {
+		t.Errorf("%v", err)
+	}
 	for _, id := range []string{"lives", "ended", "never-was"} {
 		if err := f.Kill(ctx, id); err != nil {
 			t.Errorf("%s: %v", id, err)

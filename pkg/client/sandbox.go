@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -428,9 +429,7 @@ func (c *Client) Signal(ctx context.Context, id, signal string) error {
 func (c *Client) Kill(ctx context.Context, id string) error {
 	if err := c.Signal(ctx, id, "KILL"); err != nil {
 		// Most likely it has ended, or is about to.
-		brief, cancel := context.WithTimeout(ctx, 2*time.Second)
-		defer cancel()
-		if c.ended(brief, id) == nil {
+		if c.endedBefore(ctx, id, time.Now().Add(2*time.Second)) == nil {
 			return nil
 		}
 		return err
@@ -440,6 +439,14 @@ func (c *Client) Kill(ctx context.Context, id string) error {
 
 // ended waits until a sandbox has ended.
 func (c *Client) ended(ctx context.Context, id string) error {
+	return c.endedBefore(ctx, id, time.Time{})
+}
+
+// endedBefore waits until a sandbox has ended. At a deadline, if there is one, it
+// fails unless the sandbox's process is a zombie: runsc says that it runs until its
+// parent has taken note of its end, usually the host's process 1, which may take
+// its time.
+func (c *Client) endedBefore(ctx context.Context, id string, deadline time.Time) error {
 	for pause := 10 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
 		s, err := c.State(ctx, id)
 		if errors.Is(err, ErrNotFound) || err == nil && s.Status == Stopped {
@@ -447,12 +454,23 @@ func (c *Client) ended(ctx context.Context, id string) error {
 		} else if err != nil {
 			return err
 		}
+		if !deadline.IsZero() && time.Now().After(deadline) && !zombie(s.Pid) {
+			return fmt.Errorf("client: %s has not ended: process %d runs", id, s.Pid)
+		}
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("client: waiting for the end of %s: %w", id, ctx.Err())
 		case <-time.After(pause):
 		}
 	}
+}
+
+// zombie tells whether a process has ended and its parent does not know yet.
+func zombie(pid int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	// The state follows the name, which may hold anything.
+	i := bytes.LastIndexByte(b, ')')
+	return err == nil && i > 0 && bytes.HasPrefix(b[i+1:], []byte(" Z "))
 }
 
 // Delete ends a sandbox, if it runs, and removes every trace of it. It may be
