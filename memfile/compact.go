@@ -28,8 +28,29 @@ func (b *Backend) compact(stop func() bool) error {
 		if len(sparse) == 0 {
 			return nil
 		}
-		n, err := b.move(sparse, stop)
+		n, err := b.move(sparse, b.store.Alloc, stop)
 		if err != nil || n == 0 {
+			return err
+		}
+	}
+	return nil
+}
+
+// pack is compact for what is to stay as it is for a while: it also packs the blobs of
+// slabs that size classes cannot fill. There are some 60 classes, and the 300 to 1500
+// blobs of a sandbox that wrote a few MiB would take 1.3 to 2.8 times their bytes.
+func (b *Backend) pack(stop func() bool) error {
+	if err := b.compact(stop); err != nil {
+		return err
+	}
+	for range compactRounds {
+		before := b.store.Stats().HeldBytes
+		loose := b.store.Loose(sparseMax)
+		if len(loose) == 0 {
+			return nil
+		}
+		n, err := b.move(loose, b.store.AllocPacked, stop)
+		if err != nil || n == 0 || b.store.Stats().HeldBytes >= before {
 			return err
 		}
 	}
@@ -45,13 +66,15 @@ type mover struct {
 	to map[arena.Handle]arena.Handle
 	// owned has the copies that a page refers to.
 	owned map[arena.Handle]bool
+	// alloc makes room for a copy.
+	alloc func(n int) (arena.Handle, []byte, error)
 	moved uint64
 	full  bool
 }
 
 // move moves the blobs as far as possible and returns how many it moved.
-func (b *Backend) move(sparse []arena.Handle, stop func() bool) (uint64, error) {
-	m := &mover{b: b, to: make(map[arena.Handle]arena.Handle, len(sparse)), owned: map[arena.Handle]bool{}}
+func (b *Backend) move(sparse []arena.Handle, alloc func(int) (arena.Handle, []byte, error), stop func() bool) (uint64, error) {
+	m := &mover{b: b, alloc: alloc, to: make(map[arena.Handle]arena.Handle, len(sparse)), owned: map[arena.Handle]bool{}}
 	for _, h := range sparse {
 		m.to[h] = 0
 	}
@@ -109,7 +132,7 @@ func (m *mover) copy(h arena.Handle) (arena.Handle, []byte) {
 	if err != nil || len(old) < blobHeader {
 		return 0, nil // whoever needs it will say so
 	}
-	to, blob, err := m.b.store.Alloc(len(old))
+	to, blob, err := m.alloc(len(old))
 	if err != nil {
 		m.full = true
 		return 0, nil

@@ -141,7 +141,7 @@ func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err 
 	d.work()
 	wg.Wait()
 	if d.err == nil {
-		d.err = b.compact(d.stop)
+		d.err = b.pack(d.stop)
 	}
 	if p := b.pool.Load(); p != nil {
 		p.Flush()

@@ -117,6 +117,9 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	}
 	// Also if the eviction was stopped: there may be no other in this wait.
 	b.table.tidy(b.closed.Load)
+	if err == nil && !opts.MidStep {
+		_ = b.pack(stop) // Or else a later pass does it.
+	}
 	res.Aborted = b.stats.aborted.Load() - abortedBefore
 	res.Elapsed = time.Since(start)
 	if n != 0 {

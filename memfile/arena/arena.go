@@ -71,7 +71,7 @@
 //
 // All methods but Close are safe for concurrent use. Lock order:
 //
-//	caller's locks -> class.mu (one at a time; Check takes all, in order) -> Arena.pagesMu
+//	caller's locks -> class.mu (one at a time; Check takes all, in order) -> packing.mu -> Arena.pagesMu
 //
 // Bytes takes no lock. It may not race with Free of the same handle, and a
 // slice must not be used after Free of its handle; a page table has that
@@ -138,6 +138,7 @@ type Arena struct {
 	// it can be read without a lock. Segments stay until Close.
 	segments atomic.Pointer[[]*segment]
 	classes  [maxClasses]class
+	packed   packing
 
 	// pagesMu guards which pages of which segment belong to slabs.
 	pagesMu   sync.Mutex
@@ -188,7 +189,7 @@ func (a *Arena) Alloc(n int) (Handle, []byte, error) {
 	var ref slabRef
 	if c.filled == 0 {
 		var err error
-		if ref, err = a.newSlab(ci); err != nil {
+		if ref, err = a.newSlab(ci, int(geo.pages)); err != nil {
 			return 0, nil, err
 		}
 		c.slabs++
@@ -224,11 +225,11 @@ func (a *Arena) Bytes(h Handle) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	n, err := length(p.mem)
+	b, err := p.blob()
 	if err != nil {
 		return nil, fmt.Errorf("%w (handle %#x)", err, uint64(h))
 	}
-	return p.mem[:n:n], nil
+	return b, nil
 }
 
 // Free gives up the blob that h names. It panics if there is none: then a page
@@ -237,6 +238,10 @@ func (a *Arena) Free(h Handle) {
 	p, err := a.resolve(h)
 	if err != nil {
 		panic(fmt.Sprintf("arena: Free: %v", err))
+	}
+	if p.class == packedClass {
+		a.freePacked(h)
+		return
 	}
 	geo := &geometry[p.class]
 	c := &a.classes[p.class]
@@ -265,7 +270,7 @@ func (a *Arena) Free(h Handle) {
 		return
 	}
 	c.slabs--
-	a.releaseSlab(p.ref, geo)
+	a.releaseSlab(p.ref, int(geo.pages))
 }
 
 // place is where a handle points.
@@ -274,7 +279,19 @@ type place struct {
 	slab  *slab
 	class uint8
 	slot  int
-	mem   []byte // the whole slot
+	mem   []byte // the whole slot; in a packed slab from the length to the slab's end
+}
+
+// blob returns the blob that lies there.
+func (p *place) blob() ([]byte, error) {
+	if p.class == packedClass {
+		return packedBlob(p.mem)
+	}
+	n, err := length(p.mem)
+	if err != nil {
+		return nil, err
+	}
+	return p.mem[:n:n], nil
 }
 
 func (a *Arena) resolve(h Handle) (place, error) {
@@ -293,6 +310,13 @@ func (a *Arena) resolve(h Handle) (place, error) {
 	p := place{ref: makeRef(int(index), entry.slab()), slab: &seg.slabs[entry.slab()], class: entry.class()}
 	geo := &geometry[p.class]
 	begin := (page - entry.pageInSlab()) << pageShift
+	if p.class == packedClass {
+		if !packedStarts(seg, begin).has(offset - begin) {
+			return place{}, fmt.Errorf("%w: no blob begins at %#x", ErrHandle, uint64(h))
+		}
+		p.mem = seg.data[offset-packedLength : begin+packedPages*pageSize]
+		return p, nil
+	}
 	slot := (offset - begin) / geo.size
 	if offset != begin+slot*geo.size || slot >= uint32(geo.slots) {
 		return place{}, fmt.Errorf("%w: %#x is inside a slot", ErrHandle, uint64(h))
@@ -309,13 +333,15 @@ func (a *Arena) resolve(h Handle) (place, error) {
 type Stats struct {
 	Blobs     uint64 // blobs stored
 	BlobBytes uint64 // sum of their lengths
-	SlotBytes uint64 // sum of the slots they take
+	SlotBytes uint64 // sum of the slots they take, or of what they take of packed slabs
 	// HeldBytes is the memory of all slabs, used or not: what the arena takes
 	// from the host for blobs. Pages of a slab that were never written to are
-	// included, although the host has not provided them yet.
+	// included, although the host has not provided them yet. Of a packed slab only
+	// those are held that it has got to.
 	HeldBytes uint64
 	// PackedBytes is what HeldBytes would be if every class had as few slabs
-	// as its blobs need. Moving the blobs that Sparse returns gets there.
+	// as its blobs need. Moving the blobs that Sparse returns gets there. Moving those
+	// that Loose returns may get below it.
 	PackedBytes uint64
 	// MetadataBytes is everything else: bookkeeping in the segments, by whole
 	// pages that may have been touched, and Go objects.
@@ -338,6 +364,13 @@ func (a *Arena) Stats() Stats {
 		s.PackedBytes += (c.blobs + slots - 1) / slots * uint64(geometry[i].pages) * pageSize
 		c.mu.Unlock()
 	}
+	p := &a.packed
+	p.mu.Lock()
+	s.Blobs += p.blobs
+	s.BlobBytes += p.bytes
+	s.SlotBytes += p.live
+	s.PackedBytes += p.held * pageSize
+	p.mu.Unlock()
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
 	s.HeldBytes = a.heldPages * pageSize
@@ -358,6 +391,8 @@ func (a *Arena) Close() error {
 		a.classes[i].mu.Lock()
 		defer a.classes[i].mu.Unlock()
 	}
+	a.packed.mu.Lock()
+	defer a.packed.mu.Unlock()
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
 	if a.closed {
@@ -370,6 +405,7 @@ func (a *Arena) Close() error {
 		c := &a.classes[i]
 		c.groups, c.filled, c.slabs, c.blobs, c.bytes = [fullnessGroups]slabRef{}, 0, 0, 0, 0
 	}
+	a.packed.packingState = packingState{}
 	var errs []error
 	for _, seg := range segments {
 		if err := unix.Munmap(seg.mapping); err != nil {

@@ -166,6 +166,9 @@ func TestErrors(t *testing.T) {
 		if _, _, err := a.Alloc(n); !errors.Is(err, ErrSize) {
 			t.Errorf("Alloc(%d): %v", n, err)
 		}
+		if _, _, err := a.AllocPacked(n); !errors.Is(err, ErrSize) {
+			t.Errorf("AllocPacked(%d): %v", n, err)
+		}
 	}
 	if _, err := a.Bytes(1 << 20); !errors.Is(err, ErrHandle) {
 		t.Errorf("handle in an empty arena: %v", err)
@@ -184,6 +187,24 @@ func TestErrors(t *testing.T) {
 		}
 		mustPanic(t, fmt.Sprintf("Free(%#x)", uint64(bad)), func() { a.Free(bad) })
 	}
+	// Beside, in, and before what is packed, and what was.
+	packed, _, err := a.AllocPacked(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone, _, err := a.AllocPacked(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.Free(gone)
+	for _, bad := range []Handle{packed + 1, packed - 1, packed - packedBitmap/16, packed + 100, packed + packedBytes/16, gone} {
+		if _, err := a.Bytes(bad); !errors.Is(err, ErrHandle) {
+			t.Errorf("Bytes(%#x): %v", uint64(bad), err)
+		}
+		mustPanic(t, fmt.Sprintf("Free(%#x)", uint64(bad)), func() { a.Free(bad) })
+	}
+	a.Free(packed)
+	mustPanic(t, "double Free of what was packed", func() { a.Free(packed) })
 	a.Free(h)
 	mustPanic(t, "double Free", func() { a.Free(h) })
 	a.Free(other)
@@ -200,9 +221,13 @@ func TestRandomHandles(t *testing.T) {
 	a := newArena(t, 0)
 	live := map[Handle]int{}
 	r := rand.New(rand.NewPCG(1, 1))
-	for range 2000 {
+	for i := range 2000 {
 		n := blobSize(r)
-		h, _, err := a.Alloc(n)
+		alloc := a.Alloc
+		if i%2 == 0 {
+			alloc = a.AllocPacked
+		}
+		h, _, err := alloc(n)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -310,6 +335,7 @@ func TestModel(t *testing.T) {
 		}
 		defer a.Close()
 		live := map[Handle]int{}
+		packed := map[Handle]bool{}
 		var order []Handle // for picking at random, reproducibly
 		var used, peak [maxClasses]int
 
@@ -318,9 +344,14 @@ func TestModel(t *testing.T) {
 				t.Fatal(err)
 			}
 			var bytes, slots, bound uint64
-			for _, n := range live {
+			for h, n := range live {
 				bytes += uint64(n)
-				slots += uint64(geometry[classOf(n)].size)
+				if packed[h] {
+					slots += uint64(n+2+15) / 16 * 16
+					bound += packedPages * pageSize // should each have its own slab
+				} else {
+					slots += uint64(geometry[classOf(n)].size)
+				}
 			}
 			for i := range numClasses {
 				g := geometry[i]
@@ -337,8 +368,12 @@ func TestModel(t *testing.T) {
 				t.Fatalf("%d bytes held, limit %d", s.HeldBytes, limit)
 			}
 		}
-		alloc := func(t *rapid.T, n int) {
-			h, b, err := a.Alloc(n)
+		alloc := func(t *rapid.T, n int, pack bool) {
+			f := a.Alloc
+			if pack {
+				f = a.AllocPacked
+			}
+			h, b, err := f(n)
 			if err != nil {
 				if limit == 0 || !errors.Is(err, ErrFull) {
 					t.Fatal(err)
@@ -351,6 +386,10 @@ func TestModel(t *testing.T) {
 			fill(b, uint64(h))
 			live[h] = n
 			order = append(order, h)
+			if pack {
+				packed[h] = true
+				return
+			}
 			ci := classOf(n)
 			used[ci]++
 			peak[ci] = max(peak[ci], used[ci])
@@ -368,9 +407,12 @@ func TestModel(t *testing.T) {
 			if _, err := a.Bytes(h); !errors.Is(err, ErrHandle) {
 				t.Fatalf("Bytes of a freed handle: %v", err)
 			}
-			ci := classOf(live[h])
-			if used[ci]--; used[ci] == 0 {
-				peak[ci] = 0
+			if packed[h] {
+				delete(packed, h)
+			} else if ci := classOf(live[h]); used[ci] > 1 {
+				used[ci]--
+			} else {
+				used[ci], peak[ci] = 0, 0
 			}
 			delete(live, h)
 			order[i] = order[len(order)-1]
@@ -382,11 +424,11 @@ func TestModel(t *testing.T) {
 			rapid.IntRange(700, 760),
 		)
 		t.Repeat(map[string]func(*rapid.T){
-			"alloc": func(t *rapid.T) { alloc(t, sizes.Draw(t, "n")) },
+			"alloc": func(t *rapid.T) { alloc(t, sizes.Draw(t, "n"), rapid.Bool().Draw(t, "pack")) },
 			"allocMany": func(t *rapid.T) {
-				n := sizes.Draw(t, "n")
+				n, pack := sizes.Draw(t, "n"), rapid.Bool().Draw(t, "pack")
 				for range rapid.IntRange(1, 150).Draw(t, "count") {
-					alloc(t, n)
+					alloc(t, n, pack)
 				}
 			},
 			"free": func(t *rapid.T) {
@@ -412,13 +454,45 @@ func TestModel(t *testing.T) {
 					if !ok {
 						t.Fatalf("handle %#x is not in use", uint64(h))
 					}
-					alloc(t, live[h])
+					if packed[h] {
+						t.Fatalf("handle %#x is packed", uint64(h))
+					}
+					alloc(t, live[h], false)
 					delete(at, h)
 					free(t, i)
 					// What was allocated last took the place of what was freed.
 				}
 				if after := a.Stats().HeldBytes; after > before {
 					t.Fatalf("compaction grew the arena from %d to %d bytes", before, after)
+				}
+			},
+			"pack": func(t *rapid.T) {
+				if limit > 0 {
+					t.Skip() // there may be no room
+				}
+				for {
+					before := a.Stats().HeldBytes
+					at := map[Handle]int{}
+					for i, h := range order {
+						at[h] = i
+					}
+					handles := a.Loose(1 << 20)
+					for _, h := range handles {
+						i, ok := at[h]
+						if !ok {
+							t.Fatalf("handle %#x is not in use", uint64(h))
+						}
+						alloc(t, live[h], true)
+						delete(at, h)
+						free(t, i)
+					}
+					if len(handles) == 0 || a.Stats().HeldBytes >= before {
+						break
+					}
+				}
+				s := a.Stats()
+				if lost := s.HeldBytes - s.SlotBytes; lost > max(s.SlotBytes/looseShare, s.HeldBytes/loosestPacked)+(packedOpen+1)*pageSize {
+					t.Fatalf("packed, but %+v", s)
 				}
 			},
 			"bytes": func(t *rapid.T) {
@@ -632,6 +706,7 @@ func TestConcurrent(t *testing.T) {
 				return
 			}
 			a.Stats()
+			a.Loose(1000)
 		}
 	})
 	// Blobs change hands, so that they are freed by others than their makers
@@ -649,7 +724,11 @@ func TestConcurrent(t *testing.T) {
 					if r.IntN(4) == 0 {
 						n = 1 + r.IntN(MaxBlob)
 					}
-					h, b, err := a.Alloc(n)
+					alloc := a.Alloc
+					if r.IntN(2) == 0 {
+						alloc = a.AllocPacked
+					}
+					h, b, err := alloc(n)
 					if errors.Is(err, ErrFull) {
 						continue
 					}
@@ -744,14 +823,18 @@ func TestConcurrent(t *testing.T) {
 // TestCheckFinds breaks one thing at a time and expects Check to say so.
 func TestCheckFinds(t *testing.T) {
 	live := map[Handle]int{}
-	build := func() (*Arena, Handle) {
+	build := func(packed bool) (*Arena, Handle) {
 		a := newArena(t, 0)
 		clear(live)
 		r := rand.New(rand.NewPCG(7, 7))
 		var last Handle
 		for i := range 500 {
 			n := blobSize(r)
-			h, _, err := a.Alloc(n)
+			alloc := a.Alloc
+			if packed && i > 400 {
+				alloc = a.AllocPacked
+			}
+			h, _, err := alloc(n)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -807,7 +890,7 @@ func TestCheckFinds(t *testing.T) {
 		{"mask", func(a *Arena, h Handle, p place) { a.classes[p.class].filled ^= 1 }},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			a, h := build()
+			a, h := build(false)
 			p, err := a.resolve(h)
 			if err != nil {
 				t.Fatal(err)
@@ -820,8 +903,66 @@ func TestCheckFinds(t *testing.T) {
 			t.Log(err)
 		})
 	}
+	for _, c := range []struct {
+		name string
+		do   func(a *Arena, h Handle, p place)
+	}{
+		{"leak", func(a *Arena, h Handle, p place) { delete(live, h) }},
+		{"live but freed", func(a *Arena, h Handle, p place) { a.Free(h) }},
+		{"wrong length", func(a *Arena, h Handle, p place) { live[h]++ }},
+		{"stray handle", func(a *Arena, h Handle, p place) { live[h+1] = 10 }},
+		{"length overwritten", func(a *Arena, h Handle, p place) { p.mem[1] = 0xff }},
+		{"shorter", func(a *Arena, h Handle, p place) { p.mem[0]-- }},
+		{"lost start", func(a *Arena, h Handle, p place) {
+			seg, s := a.slab(p.ref)
+			packedStarts(seg, uint32(s.page)<<pageShift).flip(uint32(h)<<unitShift%segmentSize - uint32(s.page)<<pageShift)
+		}},
+		{"extra start", func(a *Arena, h Handle, p place) {
+			seg, s := a.slab(p.ref)
+			packedStarts(seg, uint32(s.page)<<pageShift).flip(packedBytes - 16)
+		}},
+		{"start in the bitmap", func(a *Arena, h Handle, p place) {
+			seg, s := a.slab(p.ref)
+			packedStarts(seg, uint32(s.page)<<pageShift).flip(0)
+		}},
+		{"overlap of blobs", func(a *Arena, h Handle, p place) {
+			seg, s := a.slab(p.ref)
+			packedStarts(seg, uint32(s.page)<<pageShift).flip(uint32(h+1)<<unitShift%segmentSize - uint32(s.page)<<pageShift)
+		}},
+		{"fill", func(a *Arena, h Handle, p place) { p.slab.alloc[packedFill].Store(300) }},
+		{"live bytes", func(a *Arena, h Handle, p place) { p.slab.alloc[packedLive].Add(16) }},
+		{"blobs counter", func(a *Arena, h Handle, p place) { a.packed.blobs++ }},
+		{"bytes counter", func(a *Arena, h Handle, p place) { a.packed.bytes-- }},
+		{"live counter", func(a *Arena, h Handle, p place) { a.packed.live++ }},
+		{"slabs counter", func(a *Arena, h Handle, p place) { a.packed.slabs++ }},
+		{"held counter", func(a *Arena, h Handle, p place) { a.heldPages-- }},
+		{"packed held counter", func(a *Arena, h Handle, p place) { a.packed.held-- }},
+		{"slots in use", func(a *Arena, h Handle, p place) { p.slab.used++ }},
+		{"page map", func(a *Arena, h Handle, p place) { (*a.segments.Load())[0].pageMap[p.slab.page].Store(0) }},
+		{"class", func(a *Arena, h Handle, p place) { p.slab.class = 3 }},
+		{"no class", func(a *Arena, h Handle, p place) { p.slab.class = packedClass + 1 }},
+		{"list", func(a *Arena, h Handle, p place) { a.packed.list = 0 }},
+		{"list loop", func(a *Arena, h Handle, p place) { p.slab.next = p.ref }},
+		{"list to nowhere", func(a *Arena, h Handle, p place) { p.slab.next = 1 << 31 }},
+		{"open class", func(a *Arena, h Handle, p place) { a.packed.open[0] = 1 }},
+		{"open nowhere", func(a *Arena, h Handle, p place) { a.packed.open[0] = 1 << 31 }},
+	} {
+		t.Run("packed "+c.name, func(t *testing.T) {
+			a, h := build(true)
+			p, err := a.resolve(h)
+			if err != nil || p.class != packedClass {
+				t.Fatal(err)
+			}
+			c.do(a, h, p)
+			err = a.Check(liveOf(live))
+			if err == nil {
+				t.Error("Check found nothing")
+			}
+			t.Log(err)
+		})
+	}
 	t.Run("twice", func(t *testing.T) {
-		a, h := build()
+		a, h := build(true)
 		err := a.Check(func(yield func(Handle, int) bool) {
 			liveOf(live)(yield)
 			yield(h, live[h])
@@ -855,5 +996,137 @@ func TestCorruptLength(t *testing.T) {
 			setLength(p.mem, n)
 			a.Free(h)
 		}
+	}
+}
+
+func TestCorruptPackedLength(t *testing.T) {
+	a := newArena(t, 0)
+	for _, n := range []int{16, 100, 700, 1860, 3100} {
+		h, _, err := a.AllocPacked(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p, err := a.resolve(h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for v := range 1 << 16 {
+			p.mem[0], p.mem[1] = byte(v), byte(v>>8)
+			if b, err := a.Bytes(h); err != nil {
+				if !errors.Is(err, ErrCorrupt) {
+					t.Fatal(err)
+				}
+			} else if len(b) != v || v < 1 || v > MaxBlob {
+				t.Fatalf("%d bytes of %d", len(b), v)
+			}
+		}
+		p.mem[0], p.mem[1] = byte(n), byte(n>>8)
+		a.Free(h)
+	}
+}
+
+// TestPackedOverhead keeps the package comment's figures of few blobs honest.
+func TestPackedOverhead(t *testing.T) {
+	for _, blobs := range []int{300, 1300, 5000, 25000} {
+		a := newArena(t, 0)
+		r := rand.New(rand.NewPCG(4, 4))
+		live := map[Handle]int{}
+		for range blobs {
+			n := blobSize(r)
+			h, _, err := a.Alloc(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			live[h] = n
+		}
+		ratio := func() float64 {
+			s := a.Stats()
+			return float64(s.HeldBytes+s.MetadataBytes) / float64(s.BlobBytes)
+		}
+		before, moves := ratio(), pack(t, a, live)
+		t.Logf("%d blobs: %.3f of their bytes, packed %.3f after %d moves", blobs, before, ratio(), moves)
+		if bound := 1.07 + 32.0/float64(blobs); ratio() > bound || moves > blobs {
+			t.Errorf("%d blobs: overhead", blobs)
+		}
+		if err := a.Check(liveOf(live)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// pack moves what is loose until nothing is, and returns how many blobs it moved.
+func pack(t *testing.T, a *Arena, live map[Handle]int) (moves int) {
+	for {
+		before := a.Stats().HeldBytes
+		handles := a.Loose(1 << 14)
+		for _, old := range handles {
+			from, err := a.Bytes(old)
+			if err != nil {
+				t.Fatal(err)
+			}
+			h, to, err := a.AllocPacked(len(from))
+			if err != nil {
+				t.Fatal(err)
+			}
+			copy(to, from)
+			a.Free(old)
+			live[h] = live[old]
+			delete(live, old)
+			moves++
+		}
+		if len(handles) == 0 {
+			return moves
+		}
+		if after := a.Stats().HeldBytes; after >= before {
+			t.Errorf("%d blobs were moved, from %d bytes to %d", len(handles), before, after)
+			return moves
+		}
+	}
+}
+
+// TestPackedChurn replaces a third of the blobs over and over, and packs.
+func TestPackedChurn(t *testing.T) {
+	a := newArena(t, 0)
+	r := rand.New(rand.NewPCG(5, 5))
+	live := map[Handle]int{}
+	const blobs = 1300
+	worst, low, moves := 0.0, 0.0, 0
+	ratio := func() float64 {
+		s := a.Stats()
+		return float64(s.HeldBytes) / float64(s.BlobBytes)
+	}
+	for range 30 {
+		for len(live) < blobs {
+			n := blobSize(r)
+			h, b, err := a.Alloc(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			fill(b, uint64(n))
+			live[h] = n
+		}
+		moves += pack(t, a, live)
+		worst = max(worst, ratio())
+		for h, n := range live {
+			b, err := a.Bytes(h)
+			if err != nil || len(b) != n {
+				t.Fatal(len(b), err)
+			}
+			if err := verify(b, uint64(n)); err != nil {
+				t.Fatal(err)
+			}
+			if r.IntN(3) == 0 {
+				a.Free(h)
+				delete(live, h)
+			}
+		}
+		low = max(low, ratio())
+		if err := a.Check(liveOf(live)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("held/blobs: %.3f at worst when packed, %.3f with a third missing; %d moves", worst, low, moves)
+	if worst > 1.1 {
+		t.Errorf("fragmentation: %.3f", worst)
 	}
 }

@@ -34,18 +34,21 @@ func (a *Arena) Check(live func(yield func(Handle, int) bool)) error {
 		a.classes[i].mu.Lock()
 		defer a.classes[i].mu.Unlock()
 	}
+	a.packed.mu.Lock()
+	defer a.packed.mu.Unlock()
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
 
 	segments := *a.segments.Load()
 	linked := a.checkLists(&r)
 	var totals [maxClasses]class
+	var packed packingState
 	var heldPages uint64
 	for i, seg := range segments {
 		if seg.index != i {
 			r.add("segment %d says it is %d", i, seg.index)
 		}
-		heldPages += a.checkSegment(&r, seg, linked, &totals)
+		heldPages += a.checkSegment(&r, seg, linked, &totals, &packed)
 	}
 	if heldPages != a.heldPages {
 		r.add("slabs have %d pages, the counter says %d", heldPages, a.heldPages)
@@ -65,6 +68,16 @@ func (a *Arena) Check(live func(yield func(Handle, int) bool)) error {
 		}
 		blobs += got.blobs
 	}
+	packed.list, packed.open = a.packed.list, a.packed.open
+	if packed != a.packed.packingState {
+		r.add("packed slabs are %+v, the counters say %+v", packed, a.packed.packingState)
+	}
+	for _, ref := range packed.open {
+		if ref != 0 && !a.isPacked(ref) {
+			r.add("slab %#x is open but not packed", uint32(ref))
+		}
+	}
+	blobs += packed.blobs
 	if live == nil {
 		return r.err()
 	}
@@ -79,8 +92,8 @@ func (a *Arena) Check(live func(yield func(Handle, int) bool)) error {
 			r.add("live blob: %v", err)
 			continue
 		}
-		if n, err := length(p.mem); err != nil || n != u.n {
-			r.add("live blob %#x has %d bytes, should have %d (%v)", uint64(u.handle), n, u.n, err)
+		if b, err := p.blob(); err != nil || len(b) != u.n {
+			r.add("live blob %#x has %d bytes, should have %d (%v)", uint64(u.handle), len(b), u.n, err)
 		}
 		index := p.ref.segment()
 		if known[index] == nil {
@@ -159,12 +172,69 @@ func (a *Arena) checkLists(r *report) map[slabRef][2]int {
 			}
 		}
 	}
+	for prev, ref := slabRef(0), a.packed.list; ref != 0; {
+		if ref.segment() >= len(segments) {
+			r.add("slab %#x is listed as packed, but does not exist", uint32(ref))
+			break
+		}
+		if _, ok := linked[ref]; ok {
+			r.add("slab %#x is listed as packed, but is listed already", uint32(ref))
+			break
+		}
+		linked[ref] = [2]int{packedClass, 0}
+		_, s := a.slab(ref)
+		if s.prev != prev {
+			r.add("packed slab %#x comes after %#x but says %#x", uint32(ref), uint32(prev), uint32(s.prev))
+		}
+		prev, ref = ref, s.next
+	}
 	return linked
 }
 
+func (a *Arena) isPacked(ref slabRef) bool {
+	segments := *a.segments.Load()
+	if ref.segment() >= len(segments) {
+		return false
+	}
+	seg, s := a.slab(ref)
+	index := ref.index()
+	return seg.usedSlabs[index/64]>>(index%64)&1 == 1 && s.class == packedClass
+}
+
+// checkPacked checks what is in a packed slab and adds it to total.
+func (a *Arena) checkPacked(r *report, ref slabRef, total *packingState) (held uint64) {
+	seg, s := a.slab(ref)
+	begin := int(s.page) * pageSize
+	end, live := packedBitmap, 0
+	packedStarts(seg, uint32(begin)).each(func(offset int) {
+		if offset < packedBegin(end) {
+			r.add("packed slab %#x: a blob begins at %d, in what ends at %d", uint32(ref), offset, end)
+			return
+		}
+		b, err := packedBlob(seg.data[begin+offset-packedLength : begin+packedBytes])
+		if err != nil || offset+len(b) > s.fill() {
+			r.add("packed slab %#x: the blob at %d has %d bytes, and %d are written (%v)", uint32(ref), offset, len(b), s.fill(), err)
+			return
+		}
+		end = offset + len(b)
+		live += packedSize(len(b))
+		total.blobs++
+		total.bytes += uint64(len(b))
+	})
+	if live != s.live() || live == 0 || s.used != 0 || s.fill() > packedBytes {
+		r.add("packed slab %#x has %d bytes in use and says %d; %d are written, %d slots used", uint32(ref), live, s.live(), s.fill(), s.used)
+	}
+	held = uint64(packedHeld(s.fill()))
+	total.slabs++
+	total.live += uint64(live)
+	total.held += held
+	return held
+}
+
 // checkSegment checks the slabs of a segment, strikes them off linked, adds
-// what they hold to totals and returns how many pages they have.
-func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int, totals *[maxClasses]class) (held uint64) {
+// what they hold to totals and returns how many pages they hold.
+func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int, totals *[maxClasses]class, packed *packingState) (held uint64) {
+	taken := 0 // pages in slabs, held or not
 	var pages [segmentPages / 64]uint64
 	var entries [segmentPages]pageEntry
 	for index := range segmentPages {
@@ -176,7 +246,7 @@ func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int,
 			continue
 		}
 		ref := makeRef(seg.index, index)
-		if int(s.class) >= numClasses {
+		if int(s.class) >= numClasses && s.class != packedClass {
 			r.add("slab %#x is of class %d", uint32(ref), s.class)
 			continue
 		}
@@ -193,6 +263,15 @@ func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int,
 			}
 			pages[page/64] |= 1 << (page % 64)
 			entries[page] = makePageEntry(i, index, s.class)
+		}
+		taken += n
+		if s.class == packedClass {
+			held += a.checkPacked(r, ref, packed)
+			if where, ok := linked[ref]; !ok || where[0] != packedClass {
+				r.add("packed slab %#x is not listed", uint32(ref))
+			}
+			delete(linked, ref)
+			continue
 		}
 		held += uint64(n)
 
@@ -230,8 +309,8 @@ func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int,
 			r.add("slab %#x with %d blobs of %d is listed in %v (%v)", uint32(ref), s.used, geo.slots, where, ok)
 		}
 	}
-	if held != uint64(segmentPages-seg.freePages) {
-		r.add("segment %d has %d free pages and %d in slabs", seg.index, seg.freePages, held)
+	if taken != segmentPages-seg.freePages {
+		r.add("segment %d has %d free pages and %d in slabs", seg.index, seg.freePages, taken)
 	}
 	for page := range segmentPages {
 		if e := pageEntry(seg.pageMap[page].Load()); e != entries[page] {
@@ -244,18 +323,31 @@ func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int,
 	return held
 }
 
-// each calls f for every blob of a segment with its offset and its slot's size.
+// each calls f for every blob of a segment with its offset and the size of what it is
+// in, at most.
 func (seg *segment) each(f func(offset, size int)) {
 	for index := range seg.slabsTouched {
 		if seg.usedSlabs[index/64]>>(index%64)&1 == 0 {
 			continue
 		}
-		s := &seg.slabs[index]
-		geo := &geometry[s.class]
-		for slot := range int(geo.slots) {
-			if s.allocated(slot) {
-				f(int(s.page)*pageSize+slot*int(geo.size), int(geo.size))
-			}
+		seg.eachOf(&seg.slabs[index], f)
+	}
+}
+
+// eachOf is each for one slab.
+func (seg *segment) eachOf(s *slab, f func(offset, size int)) {
+	begin := int(s.page) * pageSize
+	if s.class == packedClass {
+		packedStarts(seg, uint32(begin)).each(func(offset int) { f(begin+offset, packedBytes-offset) })
+		return
+	}
+	if int(s.class) >= numClasses {
+		return // as Check says
+	}
+	geo := &geometry[s.class]
+	for slot := range int(geo.slots) {
+		if s.allocated(slot) {
+			f(begin+slot*int(geo.size), int(geo.size))
 		}
 	}
 }

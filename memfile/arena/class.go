@@ -13,6 +13,8 @@ const (
 	// is also what a page has of the smallest slots.
 	maxSlots   = pageSize / minSlot
 	maxClasses = 80
+	// packedClass is not a size class but what packed slabs have in its place.
+	packedClass = maxClasses
 )
 
 // classGeometry is how the slabs of a class are cut.
@@ -24,7 +26,7 @@ type classGeometry struct {
 
 var (
 	numClasses int
-	geometry   [maxClasses]classGeometry
+	geometry   = [maxClasses + 1]classGeometry{packedClass: {pages: packedPages}}
 	// classBySize maps a slot's least size in units of 16 bytes to a class.
 	classBySize [maxSlot>>unitShift + 1]uint8
 )

@@ -41,7 +41,8 @@ type segment struct {
 // slab is the bookkeeping of a slab. A slab in use belongs to its class, whose
 // mutex guards it; alloc is also read without.
 type slab struct {
-	// alloc has a bit for every slot in use.
+	// alloc has a bit for every slot in use; in a packed slab it is packedFill and
+	// packedLive.
 	alloc [maxSlots / 64]atomic.Uint64
 	// next and prev link the slabs of a fullness group.
 	next, prev slabRef
@@ -164,24 +165,33 @@ func (seg *segment) takeSlab() int {
 	panic("arena: more slabs than pages in a segment")
 }
 
-// newSlab takes pages for a slab and makes it one of class ci, empty and in no
-// list. The class's lock is held.
-func (a *Arena) newSlab(ci uint8) (slabRef, error) {
+// hold counts pages that slabs are about to use. pagesMu is held.
+func (a *Arena) hold(pages int) error {
+	if a.closed {
+		return ErrClosed
+	}
+	if a.heldPages+uint64(pages) > a.maxPages {
+		return fmt.Errorf("%w: %d of %d bytes are taken", ErrFull, a.heldPages*pageSize, a.maxPages*pageSize)
+	}
+	a.heldPages += uint64(pages)
+	return nil
+}
+
+// newSlab takes pages for a slab, of which it counts some as held, and makes it one
+// of class ci, empty and in no list. The class's lock is held.
+func (a *Arena) newSlab(ci uint8, held int) (slabRef, error) {
 	geo := &geometry[ci]
 	pages := int(geo.pages)
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
-	if a.closed {
-		return 0, ErrClosed
-	}
-	if a.heldPages+uint64(pages) > a.maxPages {
-		return 0, fmt.Errorf("%w: %d of %d bytes are taken", ErrFull, a.heldPages*pageSize, a.maxPages*pageSize)
+	if err := a.hold(held); err != nil {
+		return 0, err
 	}
 	seg, page, err := a.findPages(pages)
 	if err != nil {
+		a.heldPages -= uint64(held)
 		return 0, err
 	}
-	a.heldPages += uint64(pages)
 	index := seg.takeSlab()
 	s := &seg.slabs[index]
 	if s.used != 0 || !s.unused() {
@@ -219,11 +229,11 @@ func (a *Arena) findPages(n int) (*segment, int, error) {
 	return seg, page, nil
 }
 
-// releaseSlab gives the pages of an empty slab, which is in no list, back to
-// the host. The class's lock is held.
-func (a *Arena) releaseSlab(ref slabRef, geo *classGeometry) {
+// releaseSlab gives the pages of an empty slab, which is in no list and has held
+// some of them, back to the host. The class's lock is held.
+func (a *Arena) releaseSlab(ref slabRef, held int) {
 	seg, s := a.slab(ref)
-	page, pages := int(s.page), int(geo.pages)
+	page, pages := int(s.page), int(geometry[s.class].pages)
 	// Before the pages can be had by others, but not under pagesMu.
 	dontNeed(seg.data[page*pageSize : (page+pages)*pageSize])
 
@@ -235,7 +245,7 @@ func (a *Arena) releaseSlab(ref slabRef, geo *classGeometry) {
 	index := ref.index()
 	seg.usedSlabs[index/64] &^= 1 << (index % 64)
 	seg.givePages(page, pages)
-	a.heldPages -= uint64(pages)
+	a.heldPages -= uint64(held)
 	if seg.freePages == segmentPages {
 		// No slab is left, so no lock but this one guards anything here.
 		dontNeed(seg.mapping[bitmapsOffset:])
