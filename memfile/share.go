@@ -249,7 +249,19 @@ func (b *Backend) Share(stop func() bool) (n uint64, err error) {
 	if p == nil {
 		return 0, nil
 	}
-	defer p.Flush()
+	if n, err = b.doWork(p, stop); err == nil && n >= packShared {
+		err = b.pack(stop)
+	}
+	p.Flush()
+	return n, err
+}
+
+// packShared is how many pages have to be replaced for the blobs that are left to be
+// moved together. Each time takes a look at all slabs.
+const packShared = 32
+
+// doWork is Share for the caller, who holds passMu.
+func (b *Backend) doWork(p Pool, stop func() bool) (n uint64, err error) {
 	e := b.encoders.Get().(*encoder)
 	defer b.putEncoder(e)
 	// Not acquireRestorer: accesses should not have one less meanwhile.

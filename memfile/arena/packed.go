@@ -20,7 +20,7 @@ const (
 
 	// packedOpen is how many packed slabs take blobs, so that what is too long for
 	// the end of one is followed there by something shorter.
-	packedOpen = 4
+	packedOpen = 2
 
 	// The words of slab.alloc. packedFill is the offset in the slab behind the last
 	// blob that it was given, packedLive the bytes that blobs in use take.
@@ -32,8 +32,8 @@ const (
 	// they are moved out of this has to be lost at least: loosest or, of packed
 	// slabs, whose ends are never full, loosestPacked.
 	looseShare    = 64
-	loosest       = 16
-	loosestPacked = 8
+	loosest       = 64
+	loosestPacked = 16
 )
 
 // packing is the packed slabs. The mutex guards its fields and the slabs, but for
