@@ -188,7 +188,10 @@ func (b *Backend) Stats() control.Stats {
 	s.Faults.Prefetched = b.stats.prefetched.Load()
 	s.Faults.Aborted = b.stats.aborted.Load()
 	q := b.history.Quality()
-	s.Prefetch = control.Prefetch{Precision: q.Precision(), Recall: q.Recall(), Patterns: q.Patterns}
+	s.Prefetch = control.Prefetch{
+		Precision: q.Precision(), Recall: q.Recall(), Patterns: q.Patterns,
+		WantedPages: q.Wanted, PredictedPages: q.Predicted, SampledPages: q.Sampled, UsedPages: q.Used,
+	}
 	s.EvictedPagesTotal = b.stats.evictedTotal.Load()
 	s.RestoredPagesTotal = b.stats.restored.Load()
 	s.RestoreNS = b.stats.restoreNS.snapshot()

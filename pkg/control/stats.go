@@ -142,6 +142,13 @@ type Prefetch struct {
 	Recall    float64 `json:"recall"`
 	// Patterns is how many kinds of steps are told apart.
 	Patterns uint64 `json:"patterns"`
+	// WantedPages is how many pages were restored on demand in steps, PredictedPages
+	// how many were restored ahead, SampledPages how many of these were watched, and
+	// UsedPages how many of those were used: what Precision and Recall are made of.
+	WantedPages    uint64 `json:"wanted_pages"`
+	PredictedPages uint64 `json:"predicted_pages"`
+	SampledPages   uint64 `json:"sampled_pages"`
+	UsedPages      uint64 `json:"used_pages"`
 }
 
 // Phase is what the sandbox is believed to be doing.

@@ -101,5 +101,14 @@ func pairFaults(r *report.Report) {
 		}
 		s.DemandPages = after.Stats.Faults.Demand - before.Stats.Faults.Demand
 		s.PrefetchedPages = after.Stats.Faults.Prefetched - before.Stats.Faults.Prefetched
+		p, q := before.Stats.Prefetch, after.Stats.Prefetch
+		s.Prefetch = &report.StepPrefetch{
+			Patterns: p.Patterns,
+			Wanted:   q.WantedPages - p.WantedPages, Predicted: q.PredictedPages - p.PredictedPages,
+			Sampled: q.SampledPages - p.SampledPages, Used: q.UsedPages - p.UsedPages,
+		}
+		if n := after.Stats.ResumeNS.Count - before.Stats.ResumeNS.Count; n == 1 {
+			s.Prefetch.LastFaultSeconds = float64(after.Stats.ResumeNS.SumNS-before.Stats.ResumeNS.SumNS) / 1e9
+		}
 	}
 }

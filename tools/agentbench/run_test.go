@@ -254,9 +254,14 @@ func TestPairFaults(t *testing.T) {
 		Memory: []report.Memory{memory(-1, 5, 0), memory(0, 25, 7), memory(2, 40, 9)},
 		Steps:  []report.Step{{Key: key, Index: 0}, {Key: key, Index: 1}, {Key: key, Index: 2}},
 	}
+	r.Memory[0].Stats.Prefetch = control.Prefetch{Patterns: 3, WantedPages: 5, PredictedPages: 6, SampledPages: 7, UsedPages: 1}
+	r.Memory[1].Stats.Prefetch = control.Prefetch{Patterns: 4, WantedPages: 15, PredictedPages: 26, SampledPages: 23, UsedPages: 13}
+	r.Memory[1].Stats.ResumeNS = control.Histogram{Count: 1, SumNS: 15e8}
 	pairFaults(r)
 	assert.EqualValues(t, 20, r.Steps[0].DemandPages)
 	assert.EqualValues(t, 7, r.Steps[0].PrefetchedPages)
+	assert.Equal(t, &report.StepPrefetch{Patterns: 3, Wanted: 10, Predicted: 20, Sampled: 16, Used: 12, LastFaultSeconds: 1.5}, r.Steps[0].Prefetch)
+	assert.Nil(t, r.Steps[1].Prefetch)
 	assert.Zero(t, r.Steps[1].DemandPages, "the wait after it was not measured")
 	assert.Zero(t, r.Steps[2].DemandPages, "the wait before it was not measured")
 }

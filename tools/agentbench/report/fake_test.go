@@ -144,6 +144,12 @@ func (f fake) episode(r *Report, k Key, wi float64, kinds []string, base map[str
 				t := base[kind] * (1 + wi/4) * math.Exp(0.5*plan.NormFloat64()) * b.step * slow * math.Exp(0.12*noise.NormFloat64())
 				r.Steps = append(r.Steps, Step{Key: k, Clone: c, Index: i, Kind: kind, Began: now, Seconds: t, Output: fmt.Sprintf("%s-%d-%d-%d", k.Workload, k.Repetition, c, i),
 					DemandPages: uint64(noise.IntN(900))})
+				if strings.HasPrefix(k.System, "agentzip") {
+					own := hashed("prefetch", f.seed, k, c, i)
+					sampled := uint64(16 * (1 + own.IntN(20)))
+					r.Steps[len(r.Steps)-1].Prefetch = &StepPrefetch{Patterns: uint64(i + c), Wanted: uint64(own.IntN(300)), Predicted: 12 * sampled,
+						Sampled: sampled, Used: uint64(own.IntN(int(sampled) + 1)), LastFaultSeconds: t * own.Float64()}
+				}
 				now += t
 				working += float64(plan.IntN(5)) * mib
 			}

@@ -91,6 +91,7 @@ func (r *Report) html(w io.Writer) error {
 		"tail":    tailName,
 		"outputs": func(s Summary) string { return s.outputs() },
 		"pooled":  anyPooled, "pool": poolText,
+		"foreseen": foreseen, "inPercent": inPercent,
 		"class": r.drawing().classOf, "kinds": kindNames, "chartWidth": func() float64 { return chartWidth },
 	}).Parse(pageTemplate)
 	if err != nil {
@@ -109,6 +110,34 @@ func kindNames(rows []Summary) []string {
 		}
 	}
 	return slices.Sorted(maps.Keys(names))
+}
+
+// A foresight is how well steps of a kind were foreseen.
+type foresight struct {
+	System, Kind, By string
+	*PrefetchSummary
+}
+
+// foreseen lists what is known of it.
+func foreseen(rows []Summary) (list []foresight) {
+	for _, s := range rows {
+		for _, kind := range slices.Sorted(maps.Keys(s.Kinds)) {
+			if p := s.Kinds[kind].Prefetch; p != nil {
+				list = append(list, foresight{s.System, kind, "own steps", p})
+			}
+			if p := s.Kinds[kind].Siblings; p != nil {
+				list = append(list, foresight{s.System, kind, "siblings'", p})
+			}
+		}
+	}
+	return list
+}
+
+func inPercent(v *float64) string {
+	if v == nil {
+		return "-"
+	}
+	return fmt.Sprintf("%.0f %%", 100**v)
 }
 
 func (r *Report) page() *page {

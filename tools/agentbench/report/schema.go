@@ -185,6 +185,25 @@ type Step struct {
 	// step and the wait before it, where the runtime tells.
 	DemandPages     uint64 `json:"demand_pages,omitempty"`
 	PrefetchedPages uint64 `json:"prefetched_pages,omitempty"`
+	// Prefetch is how well the step was foreseen, where the runtime tells and memory
+	// was measured in the waits before and after.
+	Prefetch *StepPrefetch `json:"prefetch,omitempty"`
+}
+
+// StepPrefetch counts pages of one step.
+type StepPrefetch struct {
+	// Patterns is how many earlier steps the clone remembered in the wait before. Of
+	// a clone's first step they are a sibling's.
+	Patterns uint64 `json:"patterns"`
+	// Wanted pages were restored on demand, Predicted ones ahead; Sampled ones are
+	// those of the latter that were watched, and Used those of them that were used.
+	Wanted    uint64 `json:"wanted"`
+	Predicted uint64 `json:"predicted"`
+	Sampled   uint64 `json:"sampled"`
+	Used      uint64 `json:"used"`
+	// LastFaultSeconds is the time from the end of the wait to the last restore on
+	// demand, or 0 if it is not known.
+	LastFaultSeconds float64 `json:"last_fault_seconds"`
 }
 
 // Memory is what one clone cost at one moment of a wait.
@@ -331,6 +350,27 @@ const LongWait = 10
 type KindSummary struct {
 	StepSeconds Seconds `json:"step_seconds"`
 	Ratio       *Ratio  `json:"step_time_ratio"`
+	// Prefetch is of steps before which the clone had taken others, Siblings of first
+	// steps that siblings' patterns were known for. They are nil if there are none.
+	Prefetch *PrefetchSummary `json:"prefetch,omitempty"`
+	Siblings *PrefetchSummary `json:"prefetch_siblings,omitempty"`
+}
+
+// PrefetchSummary is how well steps were foreseen.
+type PrefetchSummary struct {
+	// Steps is how many there are.
+	Steps int `json:"steps"`
+	// Precision is the share of pages restored ahead that were used, by samples, and
+	// Recall the share of pages that were restored and used that were restored ahead;
+	// nil where nothing was sampled.
+	Precision *float64 `json:"precision"`
+	Recall    *float64 `json:"recall"`
+	// WantedPages and PredictedPages are means per step.
+	WantedPages    float64 `json:"wanted_pages"`
+	PredictedPages float64 `json:"predicted_pages"`
+	// LastFaultSeconds is the time from the end of the wait to the last restore on
+	// demand.
+	LastFaultSeconds Seconds `json:"last_fault_seconds"`
 }
 
 // Seconds is a distribution of times.

@@ -25,6 +25,8 @@ var definitions = map[string]string{
 	"waits_unmeasured":     "waits in which it was not: those shorter than 0.5 s, and those in which the machine was too busy; 0 where the report does not know",
 	"owned_reduction_long": fmt.Sprintf("owned_reduction over waits that had lasted at least %d s when they were measured", LongWait),
 	"step_seconds":         "wall time of tool steps, from the request to the answer",
+	"prefetch":             "of the steps of a kind: pages restored on demand (wanted) and ahead (predicted), mean per step; precision: the share of the pages restored ahead that were used, by samples that are restored and not mapped; recall: the share of pages restored and used that were restored ahead; last_fault_seconds: from the end of the wait to the last restore on demand. Steps before and after which memory was measured, of clones that had taken steps before",
+	"prefetch_siblings":    "the same for the first step of a clone, foreseen by what its siblings have learnt",
 	"step_time_ratio":      "sum of step_seconds over stock's sum for the same steps: the same step of the same clone in the same repetition",
 	"step_p99_ratio":       "99th percentile of step_seconds over stock's 99th percentile for the same steps; of fewer than 100 steps that is the slowest step over stock's slowest. The percentiles are by nearest rank",
 	"kinds":                "step_seconds and step_time_ratio of each kind of step",
@@ -328,7 +330,15 @@ func (s *samples) summary(g group) Summary {
 	out.WaitsUnmeasured = max(0, out.WaitsUnmeasured-out.WaitsMeasured)
 
 	times, byKind := []float64(nil), make(map[string][]float64)
+	own, siblings := make(map[string][]*StepPrefetch), make(map[string][]*StepPrefetch)
 	for _, t := range inOrder(s.steps[g]) {
+		switch p := t.Prefetch; {
+		case p == nil:
+		case t.Index > 0:
+			own[t.Kind] = append(own[t.Kind], p)
+		case p.Patterns > 0:
+			siblings[t.Kind] = append(siblings[t.Kind], p)
+		}
 		times = append(times, t.Seconds)
 		byKind[t.Kind] = append(byKind[t.Kind], t.Seconds)
 	}
@@ -336,7 +346,7 @@ func (s *samples) summary(g group) Summary {
 	out.StepTimeRatio = ratioOfSums(s.stepPairs(g, stock, ""))
 	out.StepP99Ratio = ratioOfQuantiles(0.99, s, g, stock)
 	for kind, v := range byKind {
-		k := KindSummary{StepSeconds: distribution(v)}
+		k := KindSummary{StepSeconds: distribution(v), Prefetch: summarizePrefetch(own[kind]), Siblings: summarizePrefetch(siblings[kind])}
 		// An empty kind would select all steps.
 		if kind != "" {
 			k.Ratio = ratioOfSums(s.stepPairs(g, stock, kind))
@@ -362,6 +372,35 @@ func (s *samples) summary(g group) Summary {
 	out.HostCPURatio = ratioOfSums(paired(s.hostCPU(g), s.hostCPU(stock), counted))
 
 	s.compareOutputs(g, &out)
+	return out
+}
+
+// summarizePrefetch puts steps together, or returns nil if there are none.
+func summarizePrefetch(steps []*StepPrefetch) *PrefetchSummary {
+	if len(steps) == 0 {
+		return nil
+	}
+	out := &PrefetchSummary{Steps: len(steps)}
+	var wanted, predicted, sampled, used uint64
+	var last []float64
+	for _, p := range steps {
+		wanted, predicted = wanted+p.Wanted, predicted+p.Predicted
+		sampled, used = sampled+p.Sampled, used+p.Used
+		if p.LastFaultSeconds > 0 {
+			last = append(last, p.LastFaultSeconds)
+		}
+	}
+	n := float64(len(steps))
+	out.WantedPages, out.PredictedPages = float64(wanted)/n, float64(predicted)/n
+	out.LastFaultSeconds = distribution(last)
+	if sampled > 0 {
+		precision := float64(used) / float64(sampled)
+		out.Precision = &precision
+		if right := precision * float64(predicted); right+float64(wanted) > 0 {
+			recall := right / (right + float64(wanted))
+			out.Recall = &recall
+		}
+	}
 	return out
 }
 

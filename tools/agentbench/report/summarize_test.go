@@ -349,3 +349,30 @@ func TestReadsKeptResults(t *testing.T) {
 		require.NotEmpty(t, r.Memory, file)
 	}
 }
+
+// TestSummarizePrefetch: a first step is foreseen by siblings or by nobody, the others
+// by the clone's own.
+func TestSummarizePrefetch(t *testing.T) {
+	k := Key{"w", "agentzip", 3, 0}
+	step := func(clone, index int, p *StepPrefetch) Step {
+		return Step{Key: k, Clone: clone, Index: index, Kind: "edit", Seconds: 1, Prefetch: p}
+	}
+	r := &Report{Steps: []Step{
+		step(0, 0, &StepPrefetch{Wanted: 1000}),
+		step(0, 1, &StepPrefetch{Patterns: 1, Wanted: 100, Predicted: 500, Sampled: 32, Used: 24, LastFaultSeconds: 0.5}),
+		step(0, 2, &StepPrefetch{Patterns: 2, Wanted: 200, Predicted: 300, Sampled: 32, Used: 8}),
+		step(0, 3, nil),
+		step(1, 0, &StepPrefetch{Patterns: 2, Wanted: 30, Predicted: 10, LastFaultSeconds: 0.25}),
+	}}
+	r.Summarize()
+	edit := row(t, r, "w", "agentzip", 3).Kinds["edit"]
+	half, recall := 0.5, 400.0/700
+	require.Equal(t, &PrefetchSummary{
+		Steps: 2, Precision: &half, Recall: &recall, WantedPages: 150, PredictedPages: 400,
+		LastFaultSeconds: Seconds{Count: 1, Median: 0.5, P95: 0.5, P99: 0.5, Sum: 0.5},
+	}, edit.Prefetch)
+	require.Equal(t, &PrefetchSummary{
+		Steps: 1, WantedPages: 30, PredictedPages: 10, LastFaultSeconds: Seconds{Count: 1, Median: 0.25, P95: 0.25, P99: 0.25, Sum: 0.25},
+	}, edit.Siblings)
+	require.Nil(t, summarizePrefetch(nil))
+}
