@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +18,7 @@ import (
 
 	"runsc-agentzip/pkg/client"
 	"runsc-agentzip/pkg/control"
+	"runsc-agentzip/test/harness"
 )
 
 // cloud is a Client with helpers for a test.
@@ -27,7 +30,7 @@ type cloud struct {
 
 func newCloud(t *testing.T) *cloud {
 	c := newClient(t)
-	return &cloud{c, t, toolserver(t)}
+	return &cloud{c, t, programs.Path(t, "toolserver")}
 }
 
 func (c *cloud) must(err error) {
@@ -101,7 +104,7 @@ func (c *cloud) finish() {
 	if left := c.listed(); len(left) > 0 {
 		c.t.Errorf("not deleted: %q", left)
 	}
-	if left := await(func() []string { return processes(c.Root()) }); len(left) > 0 {
+	if left := await(func() []string { return harness.CommandLines(c.Root()) }); len(left) > 0 {
 		c.t.Errorf("processes left: %q", left)
 	}
 	if entries, err := os.ReadDir(c.Root()); err != nil || slices.ContainsFunc(entries, func(e os.DirEntry) bool { return e.Name() != "null-netns" }) {
@@ -123,7 +126,7 @@ func (c *cloud) template() client.Template {
 	c.must(c.Run(ctx, newBundle(c.t, c.tool, "serve"), client.Start{ID: "seed"}))
 	c.ask("seed", "grow", fmt.Sprint(templateMiB), "template")
 	c.ask("seed", "put", "who", "seed")
-	tpl, err := c.CreateTemplate(ctx, "seed", filepath.Join(c.t.TempDir(), "template"),
+	tpl, err := c.CreateTemplate(ctx, "seed", filepath.Join(harness.CoveredTempDir(c.t), "template"),
 		client.TemplateOptions{SettleCommand: c.tool + " ask collect", SettleTimeout: time.Minute})
 	c.must(err)
 	if s, err := c.State(ctx, "seed"); err != nil || s.Status != client.Stopped {
@@ -224,7 +227,7 @@ func TestScheduler(t *testing.T) {
 
 	// A clone's clones begin where it is, and are their own.
 	c.expect("clone-b", "OK", "put", "fork", "here")
-	fork, err := c.Fork(ctx, "clone-b", filepath.Join(t.TempDir(), "fork"), client.Starts("child-x", "child-y"), 2)
+	fork, err := c.Fork(ctx, "clone-b", filepath.Join(harness.CoveredTempDir(t), "fork"), client.Starts("child-x", "child-y"), 2)
 	c.must(err)
 	if fork.Bundle != tpl.Bundle || fork.Info.Digest == tpl.Info.Digest {
 		t.Errorf("%+v", fork)
@@ -249,7 +252,7 @@ func TestScheduler(t *testing.T) {
 		n, err := c.Wait(within(t), "child-x")
 		code <- fmt.Sprint(n, err)
 	}()
-	for len(processes("wait\x00child-x")) == 0 {
+	for len(harness.CommandLines("wait\x00child-x")) == 0 {
 		time.Sleep(10 * time.Millisecond)
 	}
 	time.Sleep(500 * time.Millisecond)
@@ -286,8 +289,8 @@ func TestFailures(t *testing.T) {
 		"no such sandbox": {c.Hint(ctx, "nowhere", client.Wait), client.ErrNotFound, "nowhere"},
 		"taken":           {c.Restore(ctx, tpl, client.Start{ID: "here"}), client.ErrExists, "here"},
 		"beginning":       {c.Restore(ctx, tpl, client.Start{ID: "her"}), client.ErrAmbiguous, "her"},
-		"no template":     {c.Restore(ctx, client.Template{Dir: t.TempDir(), Bundle: tpl.Bundle}, client.Start{ID: "new"}), nil, "checkpoint.img"},
-		"no bundle":       {c.Run(ctx, t.TempDir(), client.Start{ID: "new"}), nil, "config.json"},
+		"no template":     {c.Restore(ctx, client.Template{Dir: harness.CoveredTempDir(t), Bundle: tpl.Bundle}, client.Start{ID: "new"}), nil, "checkpoint.img"},
+		"no bundle":       {c.Run(ctx, harness.CoveredTempDir(t), client.Start{ID: "new"}), nil, "config.json"},
 		"no command":      {c.Run(ctx, newBundle(t, "/no/such/command"), client.Start{ID: "new"}), nil, "/no/such/command"},
 		"no such flag":    {c.Run(ctx, tpl.Bundle, client.Start{ID: "new", Flags: []string{"--no-such-flag"}}), nil, "no-such-flag"},
 		"bad hint":        {c.Hint(ctx, "here", "sleep"), nil, "sleep"},
@@ -297,7 +300,7 @@ func TestFailures(t *testing.T) {
 		}
 		t.Logf("%s: %v", name, tc.err)
 	}
-	_, err := c.CreateTemplate(ctx, "here", filepath.Join(t.TempDir(), "t"), client.TemplateOptions{SettleCommand: "echo it is broken; exit 9", LeaveRunning: true})
+	_, err := c.CreateTemplate(ctx, "here", filepath.Join(harness.CoveredTempDir(t), "t"), client.TemplateOptions{SettleCommand: "echo it is broken; exit 9", LeaveRunning: true})
 	if err == nil || !strings.Contains(err.Error(), "status 9") || !strings.Contains(err.Error(), "it is broken") {
 		t.Errorf("a settle command that fails: %v", err)
 	}
@@ -369,7 +372,7 @@ func TestFailures(t *testing.T) {
 	}
 	res, err = c.Exec(ctx, "dies", client.ExecOptions{
 		Args:   []string{"/bin/sh", "-c", "echo begun; sleep 1000"},
-		Stdout: writer(func([]byte) { syscall.Kill(dies.Pid, syscall.SIGKILL) }),
+		Stdout: writer(func([]byte) error { syscall.Kill(dies.Pid, syscall.SIGKILL); return nil }),
 	})
 	var ce *client.CommandError
 	if !errors.As(err, &ce) || ce.Command != "exec" || ce.Stderr == "" {
@@ -437,7 +440,7 @@ func TestStdio(t *testing.T) {
 	}
 	p := start("origin", func(s client.Start) error { return c.Run(ctx, b, s) })
 	step(p, "a", "1 a\n", "err 1\n")
-	tpl, err := c.CreateTemplate(ctx, "origin", filepath.Join(t.TempDir(), "t"), client.TemplateOptions{LeaveRunning: true})
+	tpl, err := c.CreateTemplate(ctx, "origin", filepath.Join(harness.CoveredTempDir(t), "t"), client.TemplateOptions{LeaveRunning: true})
 	c.must(err)
 	q := start("clone", func(s client.Start) error { return c.Restore(ctx, tpl, s) })
 	step(q, "b", "2 b\n", "err 2\n")
@@ -445,10 +448,10 @@ func TestStdio(t *testing.T) {
 	step(q, "d", "3 d\n", "err 3\n")
 
 	// Commands that share files go on where the last has ended, as on a host.
-	in, err := os.CreateTemp(t.TempDir(), "in")
+	in, err := os.CreateTemp(harness.CoveredTempDir(t), "in")
 	c.must(err)
 	defer in.Close()
-	out, err := os.CreateTemp(t.TempDir(), "out")
+	out, err := os.CreateTemp(harness.CoveredTempDir(t), "out")
 	c.must(err)
 	defer out.Close()
 	_, err = in.WriteString("skipped\nread\n")
@@ -471,7 +474,7 @@ func TestStdio(t *testing.T) {
 
 // TestShell runs the same loop as a shell script.
 func TestShell(t *testing.T) {
-	out := shell(t, "")
+	out := shell(t, "", 0)
 	lines := strings.Split(out, "\n")
 	for _, want := range []string{
 		"seed: step 1, ", "clone-001: step 2, ", "clone-004 waits: owns ", "clone-004: step 3, ",
@@ -491,40 +494,60 @@ func TestShell(t *testing.T) {
 
 // TestShellInterrupted ends the script in the middle, and while it restores.
 func TestShellInterrupted(t *testing.T) {
-	for _, at := range []string{"index ", "clone-001: step 2"} {
-		if out := shell(t, at); strings.Contains(out, "clone-004: step 3") {
+	for at, sig := range map[string]syscall.Signal{"index ": syscall.SIGTERM, "clone-001: step 2": syscall.SIGTERM} {
+		if out := shell(t, at, sig); strings.Contains(out, "clone-004: step 3") {
 			t.Errorf("it was not interrupted: %s", out)
 		}
 	}
 }
 
 // shell runs the script and returns what it prints. Once it has printed a text it is
-// ended, unless the text is empty. Nothing may be left of it.
-func shell(t *testing.T, until string) string {
+// ended with a signal, unless that is 0: SIGPIPE is what comes of it when its output is
+// closed. Nothing may be left of it.
+func shell(t *testing.T, until string, sig syscall.Signal) string {
 	t.Helper()
 	roots := func() []string {
 		all, _ := filepath.Glob("/run/scheduler.*")
 		return all
 	}
-	temp, before := t.TempDir(), roots()
-	cmd := exec.CommandContext(whole(t), "sh", repoPath("runsc-agentzip/examples/scheduler.sh"))
-	cmd.Env = append(os.Environ(), "RUNSC="+binary(t, *runtimeFlag), "CLONES=4", "TMPDIR="+temp)
-	// So that it can clean up.
+	temp, before := harness.CoveredTempDir(t), roots()
+	cmd := exec.CommandContext(whole(t), "sh", harness.RepoPath("runsc-agentzip/examples/scheduler.sh"))
+	cmd.Env = append(os.Environ(), "RUNSC="+harness.UnderTest(t).Path, "CLONES=4", "TMPDIR="+temp)
+	// So that it can clean up, also when we are killed. The thread must not end before.
 	terminate := func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.Cancel = terminate
 	cmd.WaitDelay = time.Minute
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 	var out, errOut strings.Builder
-	cmd.Stdout = writer(func(p []byte) {
+	cmd.Stdout = writer(func(p []byte) error {
 		out.Write(p)
-		if until != "" && strings.Contains(out.String(), until) {
+		switch seen := until != "" && strings.Contains(out.String(), until); {
+		case seen && sig == syscall.SIGPIPE:
+			return io.ErrClosedPipe
+		case seen:
 			terminate()
 		}
+		return nil
 	})
 	cmd.Stderr = &errOut
-	err := cmd.Run()
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	harness.AtExit(t, func() {
+		terminate()
+		select {
+		case <-ended:
+		case <-time.After(bounded):
+		}
+	})
+	err := cmd.Wait()
+	close(ended)
 	t.Logf("\n%s%s", out.String(), errOut.String())
 	var exit *exec.ExitError
-	if until == "" && err != nil || until != "" && (!errors.As(err, &exit) || exit.ExitCode() != 143) {
+	if until == "" && err != nil || until != "" && (!errors.As(err, &exit) || exit.ExitCode() != 128+int(sig)) {
 		t.Errorf("%v", err)
 	}
 	if left, err := os.ReadDir(temp); err != nil || len(left) > 0 {
@@ -536,12 +559,12 @@ func shell(t *testing.T, until string) string {
 		t.Errorf("left behind: %q", left)
 	}
 	// The bundle is in their command lines.
-	if p := await(func() []string { return processes(temp) }); len(p) > 0 {
+	if p := await(func() []string { return harness.CommandLines(temp) }); len(p) > 0 {
 		t.Errorf("left behind: %q", p)
 	}
 	return out.String()
 }
 
-type writer func(p []byte)
+type writer func(p []byte) error
 
-func (w writer) Write(p []byte) (int, error) { w(p); return len(p), nil }
+func (w writer) Write(p []byte) (int, error) { return len(p), w(p) }

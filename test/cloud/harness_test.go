@@ -1,90 +1,46 @@
 package cloud
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
-	"os/signal"
 	"path/filepath"
-	"slices"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"runsc-agentzip/pkg/bundle"
 	"runsc-agentzip/pkg/client"
+	"runsc-agentzip/test/harness"
 )
-
-var (
-	runtimeFlag = flag.String("runtime", envOr("AGENTZIP_RUNTIME", "bin/runsc-agentzip"),
-		"the runsc under test; a relative path is taken from the top of the repository")
-	stockFlag = flag.String("stock", envOr("AGENTZIP_STOCK", "bin/runsc-stock"),
-		"the unpatched runsc to compare with")
-	requireFlag = flag.Bool("require", os.Getenv("AGENTZIP_REQUIRE") != "",
-		"fail, rather than skip, where something that a test needs is missing")
-)
-
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
 
 // rootPrefix starts the name of every folder of a runtime, so that what a killed test
-// run left behind can be told from everything else.
-const rootPrefix = "/run/agentzip-cloud-"
+// run left behind can be told from everything else. It is not what package harness
+// takes for its own: the sandboxes here are detached, and outlive a run that was killed.
+// It may not hold "detach": "runsc exec --detach" calls itself without the arguments
+// that do.
+const rootPrefix = "/run/agentzip-scheduler-"
 
 // bounded is how long anything may take here, on a machine that is busy.
 const bounded = 3 * time.Minute
 
-func repoPath(p string) string {
-	if filepath.IsAbs(p) {
-		return p
-	}
-	dir, err := os.Getwd()
-	if err != nil {
-		return p
-	}
-	for d := dir; d != "/"; d = filepath.Dir(d) {
-		if _, err := os.Stat(filepath.Join(d, "go.mod")); err == nil {
-			return filepath.Join(d, p)
-		}
-	}
-	return filepath.Join(dir, p)
-}
-
 func TestMain(m *testing.M) {
 	flag.Parse()
-	// On SIGTERM the go command goes first and the pipe that we print into breaks;
-	// dying of that would leave sandboxes.
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
-	// Sandboxes are detached here: they outlive a run that was killed. They are told
-	// by the name of their folder, which is all that is needed to remove them.
-	if stale, _ := filepath.Glob(rootPrefix + "*"); os.Geteuid() == 0 {
-		for _, root := range stale {
-			if err := removeStale(root); err != nil {
+	if os.Geteuid() == 0 {
+		// Sandboxes are told by the name of their folder, which is all that is needed to
+		// remove them.
+		stale, _ := filepath.Glob(rootPrefix + "*")
+		for _, path := range stale {
+			if err := removeStale(path); err != nil {
 				fmt.Fprintf(os.Stderr, "removing what a killed run left: %v\n", err)
 			}
 		}
 	}
-	sigs := make(chan os.Signal, 1)
-	signal.Notify(sigs, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		s := <-sigs
-		fmt.Fprintf(os.Stderr, "%v: removing sandboxes\n", s)
-		undoAll()
-		os.Exit(1)
-	}()
-	code := m.Run()
-	undoAll()
-	os.Exit(code)
+	os.Exit(harness.Main(m, "cloud"))
 }
 
 // removeStale removes the sandboxes of a run that was killed. A folder in use is
@@ -104,11 +60,11 @@ func removeStale(path string) error {
 	if isLock {
 		return os.Remove(path)
 	}
-	c, err := client.New(client.Options{Binary: repoPath(*runtimeFlag), Root: root})
+	r, err := harness.FindUnderTest()
 	if err != nil {
 		return err
 	}
-	return sweep(c)
+	return sweep(r.Path, root)
 }
 
 const lockSuffix = ".lock"
@@ -126,83 +82,46 @@ func lockRoot(root string) (*os.File, error) {
 	return f, nil
 }
 
-// sweep deletes all sandboxes of a Client and its folder.
-func sweep(c *client.Client) error {
+// sweep deletes all sandboxes of a folder, and the folder. Commands that have begun are
+// awaited: the folder must not go under a sandbox that is just being started, since
+// nobody would know of it then. The lock, which is the caller's, goes last.
+func sweep(binary, root string) error {
+	c, err := client.New(client.Options{Binary: binary, Root: root})
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), bounded)
 	defer cancel()
-	all, err := c.List(ctx)
-	for _, s := range all {
-		err = errors.Join(err, c.Delete(ctx, s.ID))
+	// A process that is about to become a runsc is not known to be one yet.
+	for quiet := 0; quiet < 3; time.Sleep(50 * time.Millisecond) {
+		all, err := c.List(ctx)
+		for _, s := range all {
+			err = errors.Join(err, c.Delete(ctx, s.ID))
+		}
+		left := harness.CommandLines(root)
+		switch quiet++; {
+		case ctx.Err() != nil:
+			return errors.Join(err, fmt.Errorf("%s: there are %d sandboxes and these processes: %q", root, len(all), left))
+		case err != nil || len(all) > 0 || len(left) > 0:
+			quiet = 0
+		}
 	}
-	return errors.Join(err, c.Cleanup(), os.Remove(c.Root()+lockSuffix))
+	return errors.Join(c.Cleanup(), os.Remove(root+lockSuffix))
 }
 
-var undo struct {
-	sync.Mutex
-	fns []func()
-}
-
-// atExit has f run once, when the tests end or are interrupted; the last is the first
-// to run.
-func atExit(f func()) (now func()) {
-	once := sync.OnceFunc(f)
-	undo.Lock()
-	undo.fns = append(undo.fns, once)
-	undo.Unlock()
-	return once
-}
-
-func undoAll() {
-	undo.Lock()
-	defer undo.Unlock()
-	for _, f := range slices.Backward(undo.fns) {
-		f()
-	}
-	undo.fns = nil
-}
-
-func skip(t testing.TB, format string, args ...any) {
-	t.Helper()
-	if *requireFlag {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), bounded)
-	t.Cleanup(cancel)
-	return ctx
-}
+func within(t testing.TB) context.Context { return harness.Within(t, bounded) }
 
 // whole is for all of a test, which calls a runtime a hundred times.
-func whole(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), 4*bounded)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// binary returns the path of a runsc, or skips.
-func binary(t testing.TB, path string) string {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		skip(t, "sandboxes need root: run the tests as root")
-	}
-	path = repoPath(path)
-	if _, err := client.FindBinary(path); errors.Is(err, os.ErrNotExist) {
-		skip(t, "%v", err)
-	} else if err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
+func whole(t testing.TB) context.Context { return harness.Within(t, 4*bounded) }
 
 // flags are the global flags that every sandbox here is started with.
 var flags = []string{"--network=none", "--ignore-cgroups", "--platform=systrap", "--overlay2=all:memory"}
 
 // newRoot makes a folder for a runtime's state, which has to be gone when the test
-// ends, with all processes that have its name in their command line.
-func newRoot(t testing.TB, runtime string) string {
+// ends, with all processes that have its name in their command line. The test has to call
+// begin before each command of the runtime's: once the folder is being removed it does
+// not return.
+func newRoot(t testing.TB, runtime string) (root string, begin func()) {
 	t.Helper()
 	root, err := os.MkdirTemp(filepath.Dir(rootPrefix), filepath.Base(rootPrefix))
 	if err != nil {
@@ -212,23 +131,27 @@ func newRoot(t testing.TB, runtime string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(atExit(func() {
+	var ended atomic.Bool
+	harness.AtExit(t, func() {
+		ended.Store(true)
 		defer lock.Close()
 		if _, err := os.Lstat(root); errors.Is(err, os.ErrNotExist) {
 			os.Remove(root + lockSuffix)
 		} else {
 			t.Errorf("left behind: %s", root)
-			if c, err := client.New(client.Options{Binary: runtime, Root: root}); err != nil {
-				t.Error(err)
-			} else if err := sweep(c); err != nil {
+			if err := sweep(runtime, root); err != nil {
 				t.Errorf("removing it: %v", err)
 			}
 		}
-		if left := await(func() []string { return processes(root) }); len(left) > 0 {
+		if left := await(func() []string { return harness.CommandLines(root) }); len(left) > 0 {
 			t.Errorf("left behind: %q", left)
 		}
-	}))
-	return root
+	})
+	return root, func() {
+		if ended.Load() {
+			select {}
+		}
+	}
 }
 
 // await calls f until it returns nothing, for some seconds at most.
@@ -240,42 +163,27 @@ func await(f func() []string) (left []string) {
 	}
 }
 
-// processes returns the command lines that have a text in them.
-func processes(text string) []string {
-	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	var out []string
-	for _, file := range files {
-		if b, err := os.ReadFile(file); err == nil && bytes.Contains(b, []byte(text)) {
-			out = append(out, string(bytes.ReplaceAll(b, []byte{0}, []byte{' '})))
-		}
-	}
-	return out
-}
-
 // newClient returns a Client of the runtime under test. Its temporary files have a
 // folder of their own, which has to be empty at the end.
-func newClient(t testing.TB) *client.Client {
+func newClient(t *testing.T) *client.Client {
 	t.Helper()
-	path := binary(t, *runtimeFlag)
-	out, err := exec.Command(path, "flags").CombinedOutput()
-	if err != nil {
-		t.Fatalf("%s flags: %v: %s", path, err, out)
-	}
-	if !bytes.Contains(out, []byte("-agentzip-idle")) {
-		skip(t, "%s knows no agentzip: a stock runsc?", path)
-	}
-	temp := t.TempDir()
-	t.(*testing.T).Setenv("TMPDIR", temp)
+	r := harness.UnderTest(t, "agentzip-idle")
+	temp := harness.CoveredTempDir(t)
+	t.Setenv("TMPDIR", temp)
 	t.Cleanup(func() {
 		if left, err := os.ReadDir(temp); err != nil || len(left) > 0 {
 			t.Errorf("temporary files: %v, %v", left, err)
 		}
 	})
+	root, begin := newRoot(t, r.Path)
 	c, err := client.New(client.Options{
-		Binary: path,
-		Root:   newRoot(t, path),
+		Binary: r.Path,
+		Root:   root,
 		Flags:  flags,
-		Trace:  func(args []string) { t.Logf("runsc %q", args) },
+		Trace: func(args []string) {
+			begin()
+			t.Logf("runsc %q", args)
+		},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -285,44 +193,12 @@ func newClient(t testing.TB) *client.Client {
 
 // ---- the guest ---------------------------------------------------------------------
 
-var guest struct {
-	sync.Once
-	path string
-	err  error
-}
-
-// toolserver returns where the guest finds its program.
-func toolserver(t testing.TB) string {
-	t.Helper()
-	guest.Do(func() {
-		// Not in TMPDIR, which is the test's.
-		dir, err := os.MkdirTemp("/var/tmp", "agentzip-cloud-guest-")
-		if err != nil {
-			guest.err = err
-			return
-		}
-		atExit(func() { os.RemoveAll(dir) })
-		guest.path = filepath.Join(dir, "toolserver")
-		cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", guest.path, "./guest/toolserver")
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-		out, err := cmd.CombinedOutput()
-		if err == nil {
-			err = os.Chmod(dir, 0o755)
-		}
-		if err != nil {
-			guest.err = fmt.Errorf("building toolserver (the go command is needed): %w\n%s", err, out)
-		}
-	})
-	if guest.err != nil {
-		t.Fatal(guest.err)
-	}
-	return guest.path
-}
+var programs = harness.Programs{Go: []string{"guest/toolserver"}}
 
 // newBundle writes a bundle with the host's root file system.
 func newBundle(t testing.TB, args ...string) string {
 	t.Helper()
-	dir := t.TempDir()
+	dir := harness.CoveredTempDir(t)
 	if err := bundle.Write(dir, bundle.Spec{Rootfs: "/", Args: args, Hostname: "cloud"}); err != nil {
 		t.Fatal(err)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"runsc-agentzip/pkg/bundle"
 	"runsc-agentzip/pkg/client"
+	"runsc-agentzip/test/harness"
 )
 
 // An orchestrator calls a runsc as containerd's shim, podman and others do: all by
@@ -28,6 +29,7 @@ type orchestrator struct {
 	binary string
 	dir    string // for files, the same names with each runtime
 	root   string
+	begin  func() // before each call
 	global []string
 	// got is what each command came to.
 	got map[string]answer
@@ -45,6 +47,7 @@ type answer struct {
 // call calls runsc, and writes down under a name what came of it.
 func (o *orchestrator) call(name string, args ...string) []byte {
 	o.t.Helper()
+	o.begin()
 	cmd := exec.CommandContext(within(o.t), o.binary, slices.Concat(o.global, args)...)
 	cmd.Dir = o.dir
 	// A file, since what is detached holds it.
@@ -316,6 +319,7 @@ func (o *orchestrator) calls() {
 }
 
 func (o *orchestrator) state(id string) []byte {
+	o.begin()
 	out, _ := exec.Command(o.binary, slices.Concat(o.global, []string{"state", id})...).Output()
 	return out
 }
@@ -323,17 +327,13 @@ func (o *orchestrator) state(id string) []byte {
 // TestOrchestrators: every call gives the same fields, exit codes and messages as
 // with stock runsc.
 func TestOrchestrators(t *testing.T) {
-	runtimes := map[string]string{"agentzip": binary(t, *runtimeFlag), "stock": binary(t, *stockFlag)}
+	runtimes := map[string]string{"agentzip": harness.UnderTest(t).Path, "stock": harness.Stock(t).Path}
 	got := map[string]map[string]answer{}
 	for _, name := range []string{"stock", "agentzip"} {
 		ok := t.Run(name, func(t *testing.T) {
-			dir, err := os.MkdirTemp("", "cloud-")
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { os.RemoveAll(dir) })
-			root := newRoot(t, runtimes[name])
-			o := &orchestrator{t: t, binary: runtimes[name], dir: dir, root: root, got: map[string]answer{},
+			dir := harness.CoveredTempDir(t)
+			root, begin := newRoot(t, runtimes[name])
+			o := &orchestrator{t: t, binary: runtimes[name], dir: dir, root: root, begin: begin, got: map[string]answer{},
 				global: append([]string{"--root", root, "--log", filepath.Join(dir, "log.json"), "--log-format", "json",
 					"--debug", "--debug-log", filepath.Join(dir, "debug") + "/"}, flags...)}
 			o.calls()

@@ -44,20 +44,21 @@ func undoAll() {
 		undo.fns = undo.fns[:len(undo.fns)-1]
 		last()
 	}
-	scratch.Lock()
-	if scratch.lock != nil {
-		os.RemoveAll(scratch.dir)
+	for _, s := range scratches {
+		s.Lock()
+		if s.lock != nil {
+			os.RemoveAll(s.dir)
+		}
 	}
 }
 
-// scratchParent is where the suites' folders are. It is not /tmp, which a sandbox may
-// cover with its own.
-const scratchParent = "/var/tmp"
-
 func scratchPrefix() string { return "agentzip-test-" + suite + "-" }
 
-// scratch is the folder of this run, made when it is first needed.
-var scratch struct {
+// scratch is a folder of this run, made when it is first needed.
+type scratch struct {
+	// parent is where those of all runs are.
+	parent string
+
 	sync.Mutex
 	dir string
 	// lock is the folder, locked as long as the run lives.
@@ -66,26 +67,38 @@ var scratch struct {
 	made int
 }
 
+var (
+	// common is not below /tmp, which a sandbox may cover with its own, and which may be
+	// memory.
+	common = &scratch{parent: "/var/tmp"}
+	// covered is where that is what is wanted.
+	covered = &scratch{parent: "/tmp"}
+
+	scratches = []*scratch{common, covered}
+)
+
 // RunDir makes a folder that is there as long as the suite runs. It is as that of
 // TempDir.
-func RunDir() (string, error) {
-	scratch.Lock()
-	defer scratch.Unlock()
-	for scratch.lock == nil {
-		dir, err := os.MkdirTemp(scratchParent, scratchPrefix())
+func RunDir() (string, error) { return common.mkdir() }
+
+func (s *scratch) mkdir() (string, error) {
+	s.Lock()
+	defer s.Unlock()
+	for s.lock == nil {
+		dir, err := os.MkdirTemp(s.parent, scratchPrefix())
 		if err != nil {
 			return "", err
 		}
 		// Another run may have taken it for abandoned just now.
-		if scratch.lock, err = lockDir(dir); err != nil {
+		if s.lock, err = lockDir(dir); err != nil {
 			return "", err
 		}
-		scratch.dir = dir
+		s.dir = dir
 	}
-	scratch.made++
-	dir := filepath.Join(scratch.dir, fmt.Sprint(scratch.made))
+	s.made++
+	dir := filepath.Join(s.dir, fmt.Sprint(s.made))
 	// Guests may not be root.
-	for _, d := range []string{scratch.dir, dir} {
+	for _, d := range []string{s.dir, dir} {
 		if err := os.Mkdir(d, 0o755); err != nil && !os.IsExist(err) {
 			return "", err
 		}
@@ -138,7 +151,19 @@ func removeAbandoned(parent, prefix string) {
 // its own.
 func TempDir(t testing.TB) string {
 	t.Helper()
-	dir, err := RunDir()
+	return common.tempDir(t)
+}
+
+// CoveredTempDir is TempDir below /tmp, where programs that use a sandbox put their
+// files: what they give it has to be found there.
+func CoveredTempDir(t testing.TB) string {
+	t.Helper()
+	return covered.tempDir(t)
+}
+
+func (s *scratch) tempDir(t testing.TB) string {
+	t.Helper()
+	dir, err := s.mkdir()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,12 +10,12 @@
 //
 // # Clean-up
 //
-// What is made by NewRuntime, TempDir and Programs, and what is given to AtExit, is
-// gone when the test has ended, in the reverse order of its making: when it has passed,
-// failed or been skipped, and when the suite gets SIGINT, SIGTERM or SIGHUP. A test
-// fails if a sandbox's process, mount or folder is left then. Against SIGKILL, and
-// against the panic at go test's -timeout, nothing can be done at once: sandboxes end
-// with the process that started them, and Main removes the folders and mounts that the
-// suite's last run has left, and not those of one that runs. The logs of a failed test
-// are what is kept on purpose, below out/NAME-failed.
+// What is made by NewRuntime, TempDir, CoveredTempDir and Programs, and what is given to
+// AtExit, is gone when the test has ended, in the reverse order of its making: when it
+// has passed, failed or been skipped, and when the suite gets SIGINT, SIGTERM or SIGHUP.
+// A test fails if a sandbox's process, mount or folder is left then. Against SIGKILL,
+// and against the panic at go test's -timeout, nothing can be done at once: sandboxes
+// end with the process that started them, and Main removes the folders and mounts that
+// the suite's last run has left, and not those of one that runs. The logs of a failed
+// test are what is kept on purpose, below out/NAME-failed.
 package harness

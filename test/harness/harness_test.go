@@ -109,7 +109,7 @@ func TestKilled(t *testing.T) {
 	own := TempDir(t)
 	lives, hers, _ := child(t)
 	killed, dir, _ := child(t)
-	removeAbandoned(scratchParent, scratchPrefix())
+	removeAbandoned(common.parent, scratchPrefix())
 	for _, d := range []string{own, hers, dir} {
 		if !there(t, d) {
 			t.Errorf("%s is gone", d)
@@ -117,13 +117,13 @@ func TestKilled(t *testing.T) {
 	}
 	_ = killed.Process.Kill()
 	_ = killed.Wait()
-	removeAbandoned(scratchParent, scratchPrefix())
+	removeAbandoned(common.parent, scratchPrefix())
 	if there(t, dir) || !there(t, own) || !there(t, hers) {
 		t.Errorf("%s should be gone, %s and %s should not", dir, own, hers)
 	}
 	_ = lives.Process.Kill()
 	_ = lives.Wait()
-	removeAbandoned(scratchParent, scratchPrefix())
+	removeAbandoned(common.parent, scratchPrefix())
 	if there(t, hers) || !there(t, own) {
 		t.Errorf("%s should be gone, %s should not", hers, own)
 	}

@@ -87,7 +87,9 @@ func reclaim() {
 			fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
 		}
 	}
-	removeAbandoned(scratchParent, scratchPrefix())
+	for _, s := range scratches {
+		removeAbandoned(s.parent, scratchPrefix())
+	}
 }
 
 // RepoPath returns the path of what lies at a path relative to the top of the

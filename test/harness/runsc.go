@@ -44,22 +44,32 @@ func probe(path string) (*Runsc, error) {
 	return f.(func() (*Runsc, error))()
 }
 
-// UnderTest returns the runsc that -runtime names. The test is skipped without root,
-// without that runsc, and if it lacks one of the global flags, as a stock runsc does.
+// FindUnderTest returns the runsc that -runtime names. The error wraps os.ErrNotExist if
+// there is none.
+func FindUnderTest() (*Runsc, error) {
+	path := RepoPath(*runtimeFlag)
+	r, err := probe(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("run `make build` or name a runsc with -runtime: %w", err)
+	}
+	return r, err
+}
+
+// UnderTest is FindUnderTest for a test that is skipped without root, without that
+// runsc, and if it lacks one of the global flags, as a stock runsc does.
 func UnderTest(t testing.TB, flags ...string) *Runsc {
 	t.Helper()
 	NeedRoot(t)
-	path := RepoPath(*runtimeFlag)
-	r, err := probe(path)
+	r, err := FindUnderTest()
 	switch {
 	case errors.Is(err, os.ErrNotExist):
-		Skip(t, "%s does not exist: run `make build` or name a runsc with -runtime", path)
+		Skip(t, "%v", err)
 	case err != nil:
 		t.Fatal(err)
 	}
 	for _, f := range flags {
 		if !r.Has(f) {
-			Skip(t, "%s has no flag --%s: a stock runsc?", path, f)
+			Skip(t, "%s has no flag --%s: a stock runsc?", r.Path, f)
 		}
 	}
 	return r
