@@ -36,7 +36,7 @@ start() {
 
 # Whatever happens, nothing is left behind. Deleting what is not there is no error.
 cleanup() {
-	trap '' INT TERM
+	trap '' HUP INT PIPE TERM
 	wait # for sandboxes that are being started
 	left=
 	for id in seed $clones $children; do
@@ -52,7 +52,9 @@ cleanup() {
 }
 clones= children=
 trap cleanup EXIT
+trap 'exit 129' HUP
 trap 'exit 130' INT
+trap 'exit 141' PIPE # nobody reads what it prints
 trap 'exit 143' TERM
 
 # number NAME JSON: one size of what "agentzip stats -json" prints, in bytes.

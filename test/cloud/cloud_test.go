@@ -492,9 +492,10 @@ func TestShell(t *testing.T) {
 	}
 }
 
-// TestShellInterrupted ends the script in the middle, and while it restores.
+// TestShellInterrupted ends the script in the middle, while it restores, and when
+// nobody reads what it prints any more.
 func TestShellInterrupted(t *testing.T) {
-	for at, sig := range map[string]syscall.Signal{"index ": syscall.SIGTERM, "clone-001: step 2": syscall.SIGTERM} {
+	for at, sig := range map[string]syscall.Signal{"index ": syscall.SIGTERM, "clone-001: step 2": syscall.SIGTERM, "clone-002: step 2": syscall.SIGPIPE} {
 		if out := shell(t, at, sig); strings.Contains(out, "clone-004: step 3") {
 			t.Errorf("it was not interrupted: %s", out)
 		}
