@@ -312,7 +312,10 @@ func (t *tail) Write(p []byte) (int, error) {
 
 func (t *tail) String() string { return string(t.b) }
 
-// validID is what runsc takes for an id, without what it would take for a flag.
+// ValidID tells whether runsc takes a text for an id, and not for a flag. It may hold
+// letters, digits and any of _+.-, and not begin with -.
+func ValidID(id string) bool { return validID.MatchString(id) }
+
 var validID = regexp.MustCompile(`^[\w+.][\w+.-]*$`)
 
 // ids returns the ids of all containers, stopped ones included, by the names of
@@ -338,7 +341,7 @@ func (c *Client) ids() ([]string, error) {
 
 // find fails unless runsc would take the id for the sandbox of exactly that id.
 func (c *Client) find(id string) error {
-	if !validID.MatchString(id) {
+	if !ValidID(id) {
 		return fmt.Errorf("client: invalid sandbox id %q", id)
 	}
 	ids, err := c.ids()
@@ -358,7 +361,7 @@ func (c *Client) find(id string) error {
 
 // free fails if a sandbox cannot get the id.
 func (c *Client) free(id string, taken ...string) error {
-	if !validID.MatchString(id) {
+	if !ValidID(id) {
 		return fmt.Errorf("client: invalid sandbox id %q", id)
 	}
 	ids, err := c.ids()

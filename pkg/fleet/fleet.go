@@ -18,6 +18,15 @@
 // Commands that end by themselves, exec among them, go through package client, which
 // is the one for programs that keep sandboxes.
 //
+// # Ids
+//
+// runsc takes the beginning of an id for the id, if only one sandbox's begins so. A
+// sandbox that has ended is not known to runsc any more, so "runsc delete n-1" would
+// delete n-10 then. So no id of a Runtime's sandboxes, those included that have ended
+// and were not deleted, may be the beginning of another's: Run and Restore fail with an
+// error that wraps client.ErrAmbiguous. Give ids of one length. What a Sandbox asks
+// runsc to do once it was deleted fails with client.ErrNotFound.
+//
 // # Lifetime
 //
 // Sandboxes are attached: they live no longer than the process that started
@@ -100,6 +109,8 @@ type Runtime struct {
 	mu        sync.Mutex
 	closed    bool
 	sandboxes map[string]*Sandbox
+	// busy counts, by id, the commands under way that name a sandbox.
+	busy map[string]int
 }
 
 // New checks the machine and the binary and returns a Runtime.
@@ -136,6 +147,7 @@ func New(o Options) (*Runtime, error) {
 		spawn:     newSpawner(),
 		log:       o.Log,
 		sandboxes: make(map[string]*Sandbox),
+		busy:      make(map[string]int),
 	}
 	r.client, err = client.New(client.Options{
 		Binary: bin,

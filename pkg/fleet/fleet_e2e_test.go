@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"runsc-agentzip/pkg/client"
 )
 
 // binaryEnv names the runsc that the end-to-end tests drive. They are skipped
@@ -232,14 +234,14 @@ func TestEndToEndLauncher(t *testing.T) {
 	if got, err := sb.Request(ctx, "hello"); err != nil || got != "hello" {
 		t.Errorf("Request = %q, %v", got, err)
 	}
-	client := sb.ownProcesses()[procRunsc]
-	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", client.PID)); err != nil || exe != rt.Binary() {
+	runsc := sb.ownProcesses()[procRunsc]
+	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", runsc.PID)); err != nil || exe != rt.Binary() {
 		t.Errorf("the process that was started is %s, %v, want %s", exe, err, rt.Binary())
 	}
-	if identify(client.PID) != client {
+	if identify(runsc.PID) != runsc {
 		t.Error("the recorded process is another one now")
 	}
-	for _, pid := range []int{client.PID, sb.GoferPid()} {
+	for _, pid := range []int{runsc.PID, sb.GoferPid()} {
 		limits, err := os.ReadFile(fmt.Sprintf("/proc/%d/limits", pid))
 		if err != nil || !strings.Contains(string(limits), "Max core file size        6144 ") {
 			t.Errorf("process %d was not started through the launcher: %v\n%s", pid, err, limits)
@@ -256,6 +258,91 @@ func TestEndToEndLauncher(t *testing.T) {
 	if _, err := rt.Run(ctx, "missing", bundle, WithLauncher("/no/such/launcher")); err == nil || !strings.Contains(err.Error(), "/no/such/launcher") {
 		t.Errorf("a missing launcher: %v", err)
 	}
+}
+
+// TestEndToEndIDs: runsc deletes n-10 when it is told to delete an n-1 that is gone. No
+// two sandboxes get such ids.
+func TestEndToEndIDs(t *testing.T) {
+	binary := os.Getenv(binaryEnv)
+	if binary == "" {
+		t.Skipf("set %s to a runsc binary to run this test", binaryEnv)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	rt, err := New(Options{Binary: binary, Log: testWriter{t}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := rt.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	}()
+	bundle := filepath.Join(t.TempDir(), "bundle")
+	if err := WriteBundle(bundle, Spec{Rootfs: "/", ReadonlyRootfs: true, Args: []string{"/bin/cat"}}); err != nil {
+		t.Fatal(err)
+	}
+	start := func(id string) *Sandbox {
+		t.Helper()
+		s, err := rt.Run(ctx, id, bundle)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	lives := func(s *Sandbox) {
+		t.Helper()
+		if got, err := s.Request(ctx, "hello"); err != nil || got != "hello" {
+			t.Errorf("%s: %q, %v", s.ID(), got, err)
+		}
+	}
+
+	// What it is about: if runsc does not do it any more, none of this is needed.
+	victim := start("n-10")
+	lives(victim)
+	if _, err := rt.client.Command(ctx, "delete", "-force", "n-1"); err != nil {
+		t.Error(err)
+	}
+	if _, err := victim.Wait(ctx); err != nil {
+		t.Errorf("runsc deleted n-1, not n-10: %v", err)
+	}
+	if err := victim.Delete(ctx); err != nil {
+		t.Error(err)
+	}
+
+	// One that has ended is not known to runsc, and is still to be deleted.
+	one := start("n-1")
+	if err := one.CloseStdin(); err != nil {
+		t.Error(err)
+	}
+	if code, err := one.Wait(ctx); err != nil || code != 0 {
+		t.Errorf("n-1 ended with %d, %v", code, err)
+	}
+	if _, err := rt.Run(ctx, "n-10", bundle); !errors.Is(err, client.ErrAmbiguous) {
+		t.Errorf("n-10 besides n-1: %v", err)
+	}
+	if _, err := rt.Restore(ctx, "n", bundle, t.TempDir()); !errors.Is(err, client.ErrAmbiguous) {
+		t.Errorf("n besides n-1: %v", err)
+	}
+	two := start("n-2")
+	if err := one.Delete(ctx); err != nil {
+		t.Error(err)
+	}
+	lives(two)
+
+	// n-1 is free now, and nothing that is asked of it reaches n-10.
+	ten := start("n-10")
+	for name, err := range map[string]error{"Signal": one.Signal(ctx, "KILL"), "Kill": one.Kill(ctx), "Delete": one.Delete(ctx),
+		"Checkpoint": one.Checkpoint(ctx, filepath.Join(t.TempDir(), "image"), CheckpointOptions{})} {
+		if done := name == "Kill" || name == "Delete"; done && err != nil || !done && !errors.Is(err, client.ErrNotFound) {
+			t.Errorf("%s of a sandbox that was deleted: %v", name, err)
+		}
+	}
+	if _, err := one.Exec(ctx, "/bin/true"); !errors.Is(err, client.ErrNotFound) {
+		t.Errorf("Exec in a sandbox that was deleted: %v", err)
+	}
+	lives(ten)
+	lives(two)
 }
 
 type testWriter struct{ t *testing.T }

@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/pkg/client"
 )
 
 func TestRootIsNotTakenFromOthers(t *testing.T) {
@@ -79,6 +81,65 @@ func TestReclaimSparesReusedIDs(t *testing.T) {
 	}
 	if _, err := os.Stat(root); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("root remains: %v", err)
+	}
+}
+
+// TestIDs: runsc takes the beginning of an id for the id, so none may be that of another
+// as long as a command can name it.
+func TestIDs(t *testing.T) {
+	r := &Runtime{root: t.TempDir(), sandboxes: make(map[string]*Sandbox), busy: make(map[string]int)}
+	enter := func(id string, want error) *Sandbox {
+		t.Helper()
+		s := &Sandbox{rt: r, id: id}
+		if err := r.enter(s); !errors.Is(err, want) {
+			t.Errorf("%s: %v, want %v", id, err, want)
+		}
+		return s
+	}
+	for _, id := range []string{"", "*", "n-?", "n-[1]", "-n", "a/b", "a b", "a\n"} {
+		if err := r.enter(&Sandbox{rt: r, id: id}); err == nil {
+			t.Errorf("%q is an id", id)
+		}
+	}
+	n10, n11 := enter("n-10", nil), enter("n-11", nil)
+	for _, id := range []string{"n-1", "n", "n-10.", "n-110"} {
+		enter(id, client.ErrAmbiguous)
+	}
+	enter("n-10", client.ErrExists)
+
+	// A command that began before the deletion may not have looked its sandbox up yet.
+	release, err := n10.hold()
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := n10.hold()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.forget(n10)
+	r.forget(n11)
+	again()
+	enter("n-100", client.ErrAmbiguous)
+	enter("n-1", client.ErrAmbiguous)
+	release()
+	n1 := enter("n-1", nil)
+	if _, err := n10.hold(); !errors.Is(err, client.ErrNotFound) {
+		t.Errorf("a command for a sandbox that was deleted: %v", err)
+	}
+	r.forget(n1)
+	enter("n-100", nil)
+
+	// One that got the id of another is itself.
+	enter("n-2", nil)
+	r.forget(r.sandboxes["n-2"])
+	second := enter("n-2", nil)
+	if release, err := second.hold(); err != nil {
+		t.Error(err)
+	} else {
+		release()
+	}
+	if len(r.busy) != 0 {
+		t.Errorf("under way: %v", r.busy)
 	}
 }
 

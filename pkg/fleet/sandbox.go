@@ -118,17 +118,9 @@ func (r *Runtime) start(ctx context.Context, id, image string, opts []StartOptio
 		stopRead: make(chan struct{}),
 		stderr:   &tailBuffer{limit: 64 << 10},
 	}
-	r.mu.Lock()
-	if r.closed {
-		r.mu.Unlock()
-		return nil, errors.New("fleet: the runtime is closed")
+	if err := r.enter(s); err != nil {
+		return nil, err
 	}
-	if _, dup := r.sandboxes[id]; dup {
-		r.mu.Unlock()
-		return nil, fmt.Errorf("fleet: sandbox %s exists already", id)
-	}
-	r.sandboxes[id] = s
-	r.mu.Unlock()
 
 	began := time.Now()
 	if err := s.spawn(cfg, args); err != nil {
@@ -144,6 +136,74 @@ func (r *Runtime) start(ctx context.Context, id, image string, opts []StartOptio
 	}
 	s.took = time.Since(began)
 	return s, nil
+}
+
+// enter puts a sandbox that is about to be started into the Runtime's books, unless
+// runsc could take its id for another's or the other way round.
+func (r *Runtime) enter(s *Sandbox) error {
+	// runsc looks for files with an id as a pattern, whatever is in it.
+	if !client.ValidID(s.id) {
+		return fmt.Errorf("fleet: invalid sandbox id %q", s.id)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return errors.New("fleet: the runtime is closed")
+	}
+	if _, dup := r.sandboxes[s.id]; dup {
+		return fmt.Errorf("fleet: sandbox %s exists already: %w", s.id, client.ErrExists)
+	}
+	for other := range r.sandboxes {
+		if err := distinct(s.id, other); err != nil {
+			return err
+		}
+	}
+	for other := range r.busy {
+		if err := distinct(s.id, other); err != nil {
+			return err
+		}
+	}
+	r.sandboxes[s.id] = s
+	return nil
+}
+
+// distinct fails if one id is the beginning of the other, which is another.
+func distinct(a, b string) error {
+	if a != b && (strings.HasPrefix(a, b) || strings.HasPrefix(b, a)) {
+		return fmt.Errorf("fleet: %s and %s: %w", a, b, client.ErrAmbiguous)
+	}
+	return nil
+}
+
+// hold has the sandbox's id mean no other until release is called. It fails if the
+// sandbox was deleted.
+func (s *Sandbox) hold() (release func(), err error) {
+	r := s.rt
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.sandboxes[s.id] != s {
+		return nil, fmt.Errorf("fleet: sandbox %s was deleted: %w", s.id, client.ErrNotFound)
+	}
+	r.busy[s.id]++
+	return func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.busy[s.id]--; r.busy[s.id] == 0 {
+			delete(r.busy, s.id)
+		}
+	}, nil
+}
+
+// command runs a runsc command that ends by itself and whose last argument but those
+// of after is the sandbox's id.
+func (s *Sandbox) command(ctx context.Context, args []string, after ...string) error {
+	release, err := s.hold()
+	if err != nil {
+		return err
+	}
+	defer release()
+	_, err = s.rt.client.Command(ctx, slices.Concat(args, []string{s.id}, after)...)
+	return err
 }
 
 // spawn starts the attached runsc process and the goroutines around it.
@@ -433,6 +493,11 @@ func (s *Sandbox) Exec(ctx context.Context, args ...string) (ExecResult, error) 
 // the command goes on in the sandbox, where a test can look at what hangs.
 func (s *Sandbox) ExecCommand(ctx context.Context, e ExecSpec) (ExecResult, error) {
 	e.LeaveRunning = true
+	release, err := s.hold()
+	if err != nil {
+		return ExecResult{}, err
+	}
+	defer release()
 	return s.rt.client.Exec(ctx, s.id, e)
 }
 
@@ -463,7 +528,7 @@ func (s *Sandbox) Checkpoint(ctx context.Context, imageDir string, o CheckpointO
 	if o.ExcludeZeroPages {
 		args = append(args, "--exclude-committed-zero-pages")
 	}
-	if _, err := s.rt.client.Command(ctx, append(args, s.id)...); err != nil {
+	if err := s.command(ctx, args); err != nil {
 		return err
 	}
 	if !o.LeaveRunning {
@@ -476,20 +541,27 @@ func (s *Sandbox) Checkpoint(ctx context.Context, imageDir string, o CheckpointO
 
 // Stats asks the sandbox's memory backend what it holds.
 func (s *Sandbox) Stats(ctx context.Context) (control.Stats, error) {
-	v, err := s.rt.client.Stats(ctx, s.id)
-	return v, s.explain(err)
+	return agentzip(ctx, s, s.rt.client.Stats)
 }
 
 // Evict forces everything eligible out of guest memory and reports.
 func (s *Sandbox) Evict(ctx context.Context) (control.EvictReport, error) {
-	v, err := s.rt.client.Evict(ctx, s.id)
-	return v, s.explain(err)
+	return agentzip(ctx, s, s.rt.client.Evict)
 }
 
 // Check runs the online consistency check. Problems found are in the report,
 // not in the error.
 func (s *Sandbox) Check(ctx context.Context) (control.CheckReport, error) {
-	v, err := s.rt.client.Check(ctx, s.id)
+	return agentzip(ctx, s, s.rt.client.Check)
+}
+
+func agentzip[T any](ctx context.Context, s *Sandbox, f func(ctx context.Context, id string) (T, error)) (v T, err error) {
+	release, err := s.hold()
+	if err != nil {
+		return v, err
+	}
+	defer release()
+	v, err = f(ctx, s.id)
 	return v, s.explain(err)
 }
 
@@ -537,8 +609,7 @@ func (s *Sandbox) Exited() bool {
 
 // Signal sends a signal, e.g. "TERM", to the container's init process.
 func (s *Sandbox) Signal(ctx context.Context, sig string) error {
-	_, err := s.rt.client.Command(ctx, "kill", s.id, sig)
-	return err
+	return s.command(ctx, []string{"kill"}, sig)
 }
 
 // Kill ends the sandbox at once and waits for it.
@@ -579,7 +650,7 @@ func (s *Sandbox) delete(ctx context.Context) error {
 		return nil
 	}
 	// -force kills; a container that is gone already is no error to it.
-	_, err := s.rt.client.Command(ctx, "delete", "-force", s.id)
+	err := s.command(ctx, []string{"delete", "-force"})
 	select {
 	case <-s.exited:
 	case <-time.After(10 * time.Second):
