@@ -47,7 +47,9 @@ func undoAll() {
 	for _, s := range scratches {
 		s.Lock()
 		if s.lock != nil {
-			os.RemoveAll(s.dir)
+			if err := remove(s.dir); err != nil {
+				fmt.Fprintf(os.Stderr, "cleaning up: %v\n", err)
+			}
 		}
 	}
 }
@@ -130,18 +132,19 @@ func lockDir(dir string) (*os.File, error) {
 	return nil, nil
 }
 
-// removeAbandoned removes the folders whose name has the prefix and whose run has
-// ended.
-func removeAbandoned(parent, prefix string) {
-	dirs, _ := filepath.Glob(filepath.Join(parent, prefix+"*"))
-	for _, dir := range dirs {
-		lock, err := lockDir(dir)
-		if err == nil && lock != nil {
-			err = os.RemoveAll(dir)
-			lock.Close()
-		}
-		if err != nil {
-			fmt.Fprintf(os.Stderr, "removing what a killed run left: %v\n", err)
+// removeAbandoned removes the folders of the suite's runs that have ended.
+func removeAbandoned() {
+	for _, s := range scratches {
+		dirs, _ := filepath.Glob(filepath.Join(s.parent, scratchPrefix()+"*"))
+		for _, dir := range dirs {
+			lock, err := lockDir(dir)
+			if err == nil && lock != nil {
+				err = remove(dir)
+				lock.Close()
+			}
+			if err != nil {
+				fmt.Fprintf(os.Stderr, "removing what a killed run left: %v\n", err)
+			}
 		}
 	}
 }
@@ -167,6 +170,10 @@ func (s *scratch) tempDir(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
+	t.Cleanup(func() {
+		if err := remove(dir); err != nil {
+			t.Errorf("cleaning up: %v", err)
+		}
+	})
 	return dir
 }

@@ -16,6 +16,7 @@
 // A test fails if a sandbox's process, mount or folder is left then. Against SIGKILL,
 // and against the panic at go test's -timeout, nothing can be done at once: sandboxes
 // end with the process that started them, and Main removes the folders and mounts that
-// the suite's last run has left, and not those of one that runs. The logs of a failed
-// test are what is kept on purpose, below out/NAME-failed.
+// the suite's last run has left, and not those of one that runs. A folder in which
+// something is mounted that cannot be unmounted stays. The logs of a failed test are what
+// is kept on purpose, below out/NAME-failed.
 package harness

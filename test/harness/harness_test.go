@@ -7,10 +7,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // childEnv has TestChild be a suite of its own, that waits in a test.
@@ -23,19 +26,23 @@ func TestChild(t *testing.T) {
 		t.Skip("it is for TestInterrupted and TestKilled")
 	}
 	AtExit(nil, func() { fmt.Println("1") })
-	dir := TempDir(t)
-	if err := os.WriteFile(filepath.Join(dir, "file"), nil, 0o600); err != nil {
-		t.Fatal(err)
+	var dirs []string
+	for _, dir := range []string{TempDir(t), CoveredTempDir(t)} {
+		if err := os.WriteFile(filepath.Join(dir, "file"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		dirs = append(dirs, filepath.Dir(dir))
 	}
 	t.Run("ended", func(t *testing.T) { AtExit(t, func() { fmt.Println("0") }) })
 	AtExit(t, func() { fmt.Println("2") })
 	AtExit(t, func() { fmt.Println("3") })
-	fmt.Println(filepath.Dir(dir))
+	fmt.Println(strings.Join(dirs, " "))
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }
 
-// child starts one and waits until it has what there is to remove.
-func child(t *testing.T) (cmd *exec.Cmd, dir string, out *bufio.Reader) {
+// child starts one and waits until it has what there is to remove: its folder, and the
+// one below /tmp.
+func child(t *testing.T) (cmd *exec.Cmd, dir, covered string, out *bufio.Reader) {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -62,7 +69,8 @@ func child(t *testing.T) (cmd *exec.Cmd, dir string, out *bufio.Reader) {
 			t.Fatal(err)
 		}
 		if strings.HasPrefix(line, "/") {
-			return cmd, strings.TrimSpace(line), out
+			dir, covered, _ = strings.Cut(strings.TrimSpace(line), " ")
+			return cmd, dir, covered, out
 		}
 	}
 }
@@ -78,9 +86,11 @@ func there(t *testing.T, dir string) bool {
 }
 
 func TestInterrupted(t *testing.T) {
-	cmd, dir, out := child(t)
-	if !there(t, filepath.Join(dir, "1", "file")) {
-		t.Fatalf("%s is empty", dir)
+	cmd, dir, covered, out := child(t)
+	for _, d := range []string{dir, covered} {
+		if !there(t, filepath.Join(d, "1", "file")) {
+			t.Fatalf("%s is empty", d)
+		}
 	}
 	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -99,33 +109,182 @@ func TestInterrupted(t *testing.T) {
 	if err := cmd.Wait(); err == nil || cmd.ProcessState.ExitCode() != 1 {
 		t.Errorf("it ended with %v", err)
 	}
-	if there(t, dir) {
-		t.Errorf("%s is there", dir)
+	if there(t, dir) || there(t, covered) {
+		t.Errorf("%s or %s is there", dir, covered)
 	}
 }
 
 // TestKilled: what a killed run has left is removed, and nothing of one that runs.
 func TestKilled(t *testing.T) {
-	own := TempDir(t)
-	lives, hers, _ := child(t)
-	killed, dir, _ := child(t)
-	removeAbandoned(common.parent, scratchPrefix())
-	for _, d := range []string{own, hers, dir} {
-		if !there(t, d) {
-			t.Errorf("%s is gone", d)
+	own, ownCovered := TempDir(t), CoveredTempDir(t)
+	lives, hers, hersCovered, _ := child(t)
+	killed, dir, covered, _ := child(t)
+	check := func(want bool, dirs ...string) {
+		t.Helper()
+		for _, d := range dirs {
+			if there(t, d) != want {
+				t.Errorf("%s: there is %v, want %v", d, !want, want)
+			}
 		}
+	}
+	removeAbandoned()
+	check(true, own, ownCovered, hers, hersCovered, dir, covered)
+	_ = killed.Process.Kill()
+	_ = killed.Wait()
+	removeAbandoned()
+	check(false, dir, covered)
+	check(true, own, ownCovered, hers, hersCovered)
+	_ = lives.Process.Kill()
+	_ = lives.Wait()
+	removeAbandoned()
+	check(false, hers, hersCovered)
+	check(true, own, ownCovered)
+}
+
+// TestKilledWithMounts: what a killed run has mounted is unmounted, and nothing else is.
+// Nothing is removed that is mounted still.
+func TestKilledWithMounts(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("mounting needs root")
+	}
+	try := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	tmpfs := func(dir string) {
+		t.Helper()
+		if err := os.Mkdir(dir, 0o755); err != nil && !os.IsExist(err) {
+			t.Fatal(err)
+		}
+		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err == unix.EPERM {
+			t.Skip("nothing can be mounted here")
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	file := func(dir string) string {
+		t.Helper()
+		path := filepath.Join(dir, "precious")
+		try(os.WriteFile(path, nil, 0o600))
+		return path
+	}
+
+	// The host's, which shares its mounts with those it is bound to.
+	host := filepath.Join(TempDir(t), "host")
+	tmpfs(host)
+	AtExit(t, func() {
+		if err := unix.Unmount(host, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmounting %s: %v", host, err)
+		}
+	})
+	try(unix.Mount("", host, "", unix.MS_SHARED, ""))
+	below := filepath.Join(host, "below")
+	tmpfs(below)
+	deep := filepath.Join(below, "deep")
+	tmpfs(deep)
+	precious := []string{file(host), file(below), file(deep)}
+	kept := func() {
+		t.Helper()
+		for _, path := range precious {
+			if !there(t, path) {
+				t.Fatalf("%s is gone", path)
+			}
+		}
+	}
+
+	killed, dir, _, _ := child(t)
+	in := filepath.Join(dir, "1")
+	tmpfs(filepath.Join(in, `a b\c`))
+	tmpfs(filepath.Join(in, `a b\c`))
+	tmpfs(filepath.Join(in, `a b\c`, "d"))
+	bound, hidden := filepath.Join(in, "bound"), filepath.Join(in, "hidden")
+	for _, d := range []string{bound, hidden} {
+		try(os.Mkdir(d, 0o755))
+		try(unix.Mount(host, d, "", unix.MS_BIND|unix.MS_REC, ""))
+	}
+	// Or what covers it would cover all that share with it.
+	try(unix.Mount("", hidden, "", unix.MS_PRIVATE, ""))
+	tmpfs(hidden)
+	tmpfs(filepath.Join(hidden, "below"))
+	try(os.Symlink(host, filepath.Join(in, "link")))
+	AtExit(t, func() { _ = unmountBelow(dir) })
+	mounted := func() int {
+		t.Helper()
+		mounts, err := mountsBelow(dir)
+		try(err)
+		return len(mounts)
+	}
+	const all = 3 + 3 + 3 + 2
+	if n := mounted(); n != all {
+		t.Fatalf("%d mounts, want %d", n, all)
+	}
+
+	removeAbandoned()
+	if n := mounted(); n != all {
+		t.Errorf("of %d mounts of a run that lives, %d are left", all, n)
 	}
 	_ = killed.Process.Kill()
 	_ = killed.Wait()
-	removeAbandoned(common.parent, scratchPrefix())
-	if there(t, dir) || !there(t, own) || !there(t, hers) {
-		t.Errorf("%s should be gone, %s and %s should not", dir, own, hers)
+	withoutMounting(t, func() { removeAbandoned() })
+	if n := mounted(); n != all || !there(t, filepath.Join(in, "file")) {
+		t.Errorf("who cannot unmount left %d mounts of %d", n, all)
 	}
-	_ = lives.Process.Kill()
-	_ = lives.Wait()
-	removeAbandoned(common.parent, scratchPrefix())
-	if there(t, hers) || !there(t, own) {
-		t.Errorf("%s should be gone, %s should not", hers, own)
+	kept()
+	try(os.Chown(dir, 1, 1))
+	removeAbandoned()
+	if n := mounted(); n != all || !there(t, filepath.Join(in, "file")) {
+		t.Errorf("in another user's folder there are %d mounts of %d", n, all)
+	}
+	kept()
+	try(os.Chown(dir, 0, 0))
+	removeAbandoned()
+	if n := mounted(); n != 0 || there(t, dir) {
+		t.Errorf("%s is there, with %d mounts", dir, n)
+	}
+	kept()
+}
+
+// withoutMounting calls f on a thread that cannot mount or unmount.
+func withoutMounting(t *testing.T, f func()) {
+	t.Helper()
+	done := make(chan error)
+	go func() {
+		// Never unlocked: the thread ends with the goroutine.
+		runtime.LockOSThread()
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var caps [2]unix.CapUserData
+		err := unix.Capget(&header, &caps[0])
+		if err == nil {
+			caps[0].Effective &^= 1 << unix.CAP_SYS_ADMIN
+			err = unix.Capset(&header, &caps[0])
+		}
+		if err == nil {
+			f()
+		}
+		done <- err
+	}()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestParseMounts(t *testing.T) {
+	const info = `22 1 254:0 / / rw - ext4 /dev/vda rw
+90 22 0:4 / /run/a rw - tmpfs tmpfs rw
+91 22 0:4 / /run/ab rw - tmpfs tmpfs rw
+92 90 0:4 / /run/a/x\040y\134z\011\012 rw - tmpfs tmpfs rw
+92 90 0:4 / /run/a/x-1 rw - tmpfs tmpfs rw
+93 90 0:4 / /run/a/x rw - tmpfs tmpfs rw
+93 90 0:4 / /run/a/x rw - tmpfs tmpfs rw
+94 93 0:4 / /run/a/x/\09\ rw - tmpfs tmpfs rw
+95 22 0:4 / /srv/run/a rw - tmpfs tmpfs rw
+short line
+`
+	want := []string{"/run/a", "/run/a/x", "/run/a/x", "/run/a/x y\\z\t\n", "/run/a/x-1", `/run/a/x/\09\`}
+	if got := parseMounts(info, "/run/a"); !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 

@@ -87,9 +87,7 @@ func reclaim() {
 			fmt.Fprintf(os.Stderr, "reclaiming %s: %v\n", dir, err)
 		}
 	}
-	for _, s := range scratches {
-		removeAbandoned(s.parent, scratchPrefix())
-	}
+	removeAbandoned()
 }
 
 // RepoPath returns the path of what lies at a path relative to the top of the
