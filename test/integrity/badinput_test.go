@@ -53,23 +53,14 @@ func head(s string, n int) string {
 // it printed. Whatever container it may have started is removed.
 func runsc(t *testing.T, path string, attr *syscall.SysProcAttr, args ...string) (string, error) {
 	t.Helper()
-	root, err := os.MkdirTemp("/run", "agentzip-integrity-cli-")
-	if err != nil {
-		t.Fatal(err)
-	}
+	// With what runsc mounts in it, it is removed when the test ends.
+	root := harness.TempDir(t)
 	if attr != nil && attr.Credential != nil {
 		os.Chown(root, int(attr.Credential.Uid), int(attr.Credential.Gid))
 	}
 	global := []string{"--root=" + root, "--network=none", "--ignore-cgroups", "--overlay2=all:memory"}
 	harness.AtExit(t, func() {
 		exec.Command(harness.UnderTest(t).Path, append(global, "delete", "-force", "bad")...).Run()
-		mounts, _ := os.ReadFile("/proc/self/mountinfo")
-		for line := range strings.Lines(string(mounts)) {
-			if f := strings.Fields(line); len(f) > 4 && strings.HasPrefix(f[4], root+"/") {
-				syscall.Unmount(f[4], syscall.MNT_DETACH)
-			}
-		}
-		os.RemoveAll(root)
 	})
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -78,7 +69,7 @@ func runsc(t *testing.T, path string, attr *syscall.SysProcAttr, args ...string)
 	cmd.Stdout, cmd.Stderr = &out, &out
 	cmd.SysProcAttr = attr
 	cmd.WaitDelay = 5 * time.Second
-	err = cmd.Run()
+	err := cmd.Run()
 	if ctx.Err() != nil {
 		t.Errorf("%v did not end within a minute", args)
 	}
@@ -444,12 +435,11 @@ func logsOf(rt *harness.Runtime) string {
 	return out.String()
 }
 
-// memcgV1 returns the memory cgroup of this process, or skips.
-func memcgV1(t *testing.T) string {
-	t.Helper()
+// memcgV1 returns the memory cgroup of this process, or "".
+func memcgV1() string {
 	b, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
-		t.Skip(err)
+		return ""
 	}
 	for line := range strings.Lines(string(b)) {
 		f := strings.SplitN(strings.TrimSpace(line), ":", 3)
@@ -462,8 +452,29 @@ func memcgV1(t *testing.T) string {
 			}
 		}
 	}
-	t.Skip("no cgroup v1 memory controller: nothing can be limited here")
 	return ""
+}
+
+// memcgPrefix starts the names of the cgroups that the tests make. The process id of the
+// tests follows.
+const memcgPrefix = "agentzip-integrity-"
+
+// removeCgroups removes the cgroups of runs that were killed.
+func removeCgroups() {
+	parent := memcgV1()
+	if parent == "" {
+		return
+	}
+	dirs, _ := filepath.Glob(filepath.Join(parent, memcgPrefix+"*"))
+	for _, dir := range dirs {
+		pid, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(dir), memcgPrefix), "-")
+		if _, err := os.Stat(filepath.Join("/proc", pid)); !errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err := os.Remove(dir); err != nil {
+			fmt.Fprintf(os.Stderr, "removing what a killed run left: %v\n", err)
+		}
+	}
 }
 
 // TestMemoryLimit lets a restore run into the limit of a memory cgroup: the
@@ -471,8 +482,11 @@ func memcgV1(t *testing.T) string {
 // sandbox may die of that, but not show wrong data, and others live on.
 func TestMemoryLimit(t *testing.T) {
 	m := modeIdle(t)
-	parent := memcgV1(t)
-	dir, err := os.MkdirTemp(parent, "agentzip-integrity-")
+	parent := memcgV1()
+	if parent == "" {
+		t.Skip("no cgroup v1 memory controller: nothing can be limited here")
+	}
+	dir, err := os.MkdirTemp(parent, fmt.Sprintf("%s%d-", memcgPrefix, os.Getpid()))
 	if err != nil {
 		t.Skipf("creating a memory cgroup: %v", err)
 	}

@@ -28,6 +28,7 @@ var (
 func TestMain(m *testing.M) {
 	flag.Parse()
 	*rootfsFlag = harness.RepoPath(*rootfsFlag)
+	removeCgroups()
 	os.Exit(harness.Main(m, "integrity"))
 }
 
