@@ -54,10 +54,10 @@
 // elsewhere: see deepen.go for which, blob.go for how pages refer to each other,
 // and package dedup for what it gains. Whoever deepens holds at most two pages
 // busy, the one at work and for a moment the page of a root, and never waits for
-// one that somebody else has: it does without. At the end blobs are moved so
-// that each size class of the store has as few slabs as it can (compact.go);
-// what a store holds beyond its blobs' slots is then less than one slab, 4 to
-// 32 KiB, per class.
+// one that somebody else has: it does without. At the end, and after an eviction,
+// blobs are moved so that each size class of the store has as few slabs as it can,
+// and those of slabs that are not full are packed (compact.go): what a store holds
+// beyond its blobs is then 4 to 7 %, and a page or two.
 //
 // A page that is restored keeps its form until the next eviction, which uses it
 // again if it still is that of the page: see kept.go. So a word in the resident
