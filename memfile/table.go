@@ -450,7 +450,7 @@ func (e *entry) isInitial(words *leaf) bool {
 }
 
 // tidy takes away leaves that are not needed any more, and moves the others together
-// if a quarter of the slabs is not used. It ends soon after stop returns true.
+// if that frees two slabs and 1/32 of them. It ends soon after stop returns true.
 //
 // Preconditions: Backend.passMu is held.
 func (t *table) tidy(stop func() bool) {
@@ -472,7 +472,8 @@ func (t *table) tidy(stop func() bool) {
 	})
 	t.mu.Lock()
 	old := t.slabs
-	sparse := old*slabLeaves > t.leaves*5/4+2*slabLeaves
+	// A move copies 256 bytes a leaf, and makes as much garbage.
+	sparse := old*slabLeaves >= t.leaves*33/32+2*slabLeaves
 	if sparse {
 		t.free = nil
 	}

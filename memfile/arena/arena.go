@@ -66,8 +66,8 @@
 // do not. A packed blob of n bytes takes n+2 rounded up to 16, and 1/128 for the
 // bitmap.
 //
-// Bookkeeping of size classes: 32 bytes per slab and 4 bytes per page of it, in the segment's
-// mapping, counted in MetadataBytes by whole pages. With compressed pages that
+// Bookkeeping: 32 bytes per slab and 4 bytes per page of it, in the segment's mapping,
+// counted in MetadataBytes by whole pages. With compressed pages that
 // is 5 to 8 bytes per blob, and at most 11 for blobs up to 3503 bytes. The
 // length of a blob is written into the slot behind it, where rounding leaves
 // room; a slot is at least one byte longer than its blob.
@@ -321,7 +321,7 @@ func (a *Arena) resolve(h Handle) (place, error) {
 	seg := segments[index]
 	offset := uint32(uint64(h)%segmentUnits) << unitShift
 	page := offset >> pageShift
-	entry := pageEntry(seg.pageMap[page].Load())
+	entry := pageEntry(seg.entry(int(page)).Load())
 	if !entry.valid() {
 		return place{}, fmt.Errorf("%w: %#x is in no slab", ErrHandle, uint64(h))
 	}

@@ -88,7 +88,7 @@ func TestClasses(t *testing.T) {
 	if n := unsafe.Sizeof(slab{}); n != 32 {
 		t.Errorf("a slab's entry takes %d bytes, the package comment says 32", n)
 	}
-	if slabsOffset%8 != 0 || segmentPages > 1<<12 || numClasses > 1<<8 {
+	if bitmapsOffset%8 != 0 || slabsOffset%8 != 0 || bitmapsOffset%pageSize != pageSize*3/8 || segmentPages > 1<<12 || numClasses > 1<<8 {
 		t.Error("layout")
 	}
 }
@@ -871,10 +871,10 @@ func TestCheckFinds(t *testing.T) {
 		{"held counter", func(a *Arena, h Handle, p place) { a.heldPages-- }},
 		{"used counter", func(a *Arena, h Handle, p place) { p.slab.used++ }},
 		{"page map", func(a *Arena, h Handle, p place) {
-			(*a.segments.Load())[0].pageMap[p.slab.page].Store(0)
+			(*a.segments.Load())[0].entry(int(p.slab.page)).Store(0)
 		}},
 		{"page map of a free page", func(a *Arena, h Handle, p place) {
-			(*a.segments.Load())[0].pageMap[segmentPages-1].Store(1 << 31)
+			(*a.segments.Load())[0].entry(segmentPages - 1).Store(1 << 31)
 		}},
 		{"page bitmap", func(a *Arena, h Handle, p place) { (*a.segments.Load())[0].usedPages[63] |= 1 }},
 		{"slab bitmap", func(a *Arena, h Handle, p place) { (*a.segments.Load())[0].usedSlabs[0] &^= 1 }},
@@ -940,7 +940,7 @@ func TestCheckFinds(t *testing.T) {
 		{"held counter", func(a *Arena, h Handle, p place) { a.heldPages-- }},
 		{"packed held counter", func(a *Arena, h Handle, p place) { a.packed.held-- }},
 		{"slots in use", func(a *Arena, h Handle, p place) { p.slab.used++ }},
-		{"page map", func(a *Arena, h Handle, p place) { (*a.segments.Load())[0].pageMap[p.slab.page].Store(0) }},
+		{"page map", func(a *Arena, h Handle, p place) { (*a.segments.Load())[0].entry(int(p.slab.page)).Store(0) }},
 		{"class", func(a *Arena, h Handle, p place) { p.slab.class = 3 }},
 		{"no class", func(a *Arena, h Handle, p place) { p.slab.class = packedClass + 1 }},
 		{"list", func(a *Arena, h Handle, p place) { a.packed.list = 0 }},

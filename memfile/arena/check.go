@@ -313,7 +313,7 @@ func (a *Arena) checkSegment(r *report, seg *segment, linked map[slabRef][2]int,
 		r.add("segment %d has %d free pages and %d in slabs", seg.index, seg.freePages, taken)
 	}
 	for page := range segmentPages {
-		if e := pageEntry(seg.pageMap[page].Load()); e != entries[page] {
+		if e := pageEntry(seg.entry(page).Load()); e != entries[page] {
 			r.add("page %d of segment %d is mapped to %#x, should be %#x", page, seg.index, uint32(e), uint32(entries[page]))
 		}
 	}

@@ -24,7 +24,7 @@ type segment struct {
 	// slabs in use.
 	usedPages *[segmentPages / 64]uint64
 	usedSlabs *[segmentPages / 64]uint64
-	// pageMap says which slab a page belongs to.
+	// pageMap says which slab a page belongs to; see entry.
 	pageMap *[segmentPages]atomic.Uint32
 	slabs   *[segmentPages]slab
 
@@ -51,12 +51,19 @@ type slab struct {
 	class      uint8
 }
 
+// Pages and entries of slabs are taken lowest first. So that the bookkeeping of a
+// segment that has few takes one page, the page map is there backwards, the bitmaps
+// follow its end and the slabs follow these: what is touched is one range, and its
+// middle is in one page with 3/8 of a page on both sides of the bitmaps.
 const (
-	bitmapsOffset = segmentSize
-	pageMapOffset = bitmapsOffset + pageSize
-	slabsOffset   = pageMapOffset + segmentPages*4
+	pageMapOffset = segmentSize + 3*pageSize/8
+	bitmapsOffset = pageMapOffset + segmentPages*4
+	slabsOffset   = bitmapsOffset + 2*segmentPages/8
 	mappingSize   = (slabsOffset + segmentPages*int(unsafe.Sizeof(slab{})) + pageSize - 1) / pageSize * pageSize
 )
+
+// entry returns a page's entry of the page map.
+func (seg *segment) entry(page int) *atomic.Uint32 { return &seg.pageMap[segmentPages-1-page] }
 
 // slabRef names a slab in the arena; 0 is none.
 type slabRef uint32
@@ -111,9 +118,8 @@ func (seg *segment) handle(offset int) Handle {
 func (seg *segment) metadataBytes() uint64 {
 	n := uint64(unsafe.Sizeof(*seg))
 	if seg.pagesTouched > 0 {
-		n += pageSize + // bitmaps
-			roundPage(seg.pagesTouched*4) +
-			roundPage(seg.slabsTouched*int(unsafe.Sizeof(slab{})))
+		begin := (bitmapsOffset - seg.pagesTouched*4) / pageSize * pageSize
+		n += roundPage(slabsOffset + seg.slabsTouched*int(unsafe.Sizeof(slab{})) - begin)
 	}
 	return n
 }
@@ -199,7 +205,7 @@ func (a *Arena) newSlab(ci uint8, held int) (slabRef, error) {
 	}
 	s.page, s.class, s.next, s.prev = uint16(page), ci, 0, 0
 	for i := range pages {
-		seg.pageMap[page+i].Store(uint32(makePageEntry(i, index, ci)))
+		seg.entry(page + i).Store(uint32(makePageEntry(i, index, ci)))
 	}
 	return makeRef(seg.index, index), nil
 }
@@ -240,7 +246,7 @@ func (a *Arena) releaseSlab(ref slabRef, held int) {
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
 	for i := range pages {
-		seg.pageMap[page+i].Store(0)
+		seg.entry(page + i).Store(0)
 	}
 	index := ref.index()
 	seg.usedSlabs[index/64] &^= 1 << (index % 64)
@@ -248,7 +254,7 @@ func (a *Arena) releaseSlab(ref slabRef, held int) {
 	a.heldPages -= uint64(held)
 	if seg.freePages == segmentPages {
 		// No slab is left, so no lock but this one guards anything here.
-		dontNeed(seg.mapping[bitmapsOffset:])
+		dontNeed(seg.mapping[segmentSize:])
 		seg.slabsTouched, seg.pagesTouched = 0, 0
 	}
 }
