@@ -116,7 +116,11 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 		res.Skipped += b.unmark(r)
 	}
 	// Also if the eviction was stopped: there may be no other in this wait.
-	b.table.tidy(b.closed.Load)
+	if stop() {
+		b.table.tidyTo(b.closed.Load, 4) // The guest goes on: it should be worth it.
+	} else {
+		b.table.tidy(b.closed.Load)
+	}
 	if err == nil && !opts.MidStep {
 		_ = b.pack(stop) // Or else a later pass does it.
 	}

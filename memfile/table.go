@@ -453,7 +453,10 @@ func (e *entry) isInitial(words *leaf) bool {
 // if that frees two slabs and 1/32 of them. It ends soon after stop returns true.
 //
 // Preconditions: Backend.passMu is held.
-func (t *table) tidy(stop func() bool) {
+func (t *table) tidy(stop func() bool) { t.tidyTo(stop, 32) }
+
+// tidyTo is tidy that moves leaves together if that frees two slabs and one in share.
+func (t *table) tidyTo(stop func() bool, share uint64) {
 	t.eachLeaf(stop, func(e *entry, l *leaf) {
 		if !e.isInitial(l) {
 			return
@@ -473,7 +476,7 @@ func (t *table) tidy(stop func() bool) {
 	t.mu.Lock()
 	old := t.slabs
 	// A move copies 256 bytes a leaf, and makes as much garbage.
-	sparse := old*slabLeaves >= t.leaves*33/32+2*slabLeaves
+	sparse := old*slabLeaves >= t.leaves+t.leaves/share+2*slabLeaves
 	if sparse {
 		t.free = nil
 	}

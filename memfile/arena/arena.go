@@ -329,7 +329,7 @@ func (a *Arena) resolve(h Handle) (place, error) {
 	geo := &geometry[p.class]
 	begin := (page - entry.pageInSlab()) << pageShift
 	if p.class == packedClass {
-		if !packedStarts(seg, begin).has(offset - begin) {
+		if offset-begin < packedBitmap || !packedStarts(seg, begin).has(offset-begin) {
 			return place{}, fmt.Errorf("%w: no blob begins at %#x", ErrHandle, uint64(h))
 		}
 		p.mem = seg.data[offset-packedLength : begin+packedPages*pageSize]

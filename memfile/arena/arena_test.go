@@ -467,9 +467,6 @@ func TestModel(t *testing.T) {
 				}
 			},
 			"pack": func(t *rapid.T) {
-				if limit > 0 {
-					t.Skip() // there may be no room
-				}
 				for {
 					before := a.Stats().HeldBytes
 					at := map[Handle]int{}
@@ -482,13 +479,19 @@ func TestModel(t *testing.T) {
 						if !ok {
 							t.Fatalf("handle %#x is not in use", uint64(h))
 						}
-						alloc(t, live[h], true)
+						n := len(order)
+						if alloc(t, live[h], true); len(order) == n {
+							break // full
+						}
 						delete(at, h)
 						free(t, i)
 					}
 					if len(handles) == 0 || a.Stats().HeldBytes >= before {
 						break
 					}
+				}
+				if limit > 0 {
+					return // there may be no room
 				}
 				s := a.Stats()
 				// At worst each slab has no room for another of the longest blobs.
@@ -1130,5 +1133,70 @@ func TestPackedChurn(t *testing.T) {
 	t.Logf("held/blobs: %.3f at worst when packed, %.3f with a third missing; %d moves", worst, low, moves)
 	if worst > 1.1 {
 		t.Errorf("fragmentation: %.3f", worst)
+	}
+}
+
+// TestPackedFull: an arena at its limit, most of which is packed, gets room again by
+// packing what is left of it, slab by slab.
+func TestPackedFull(t *testing.T) {
+	const limit = 4 << 20
+	a := newArena(t, limit)
+	r := rand.New(rand.NewPCG(6, 6))
+	live := map[Handle]int{}
+	fillUp := func() {
+		for {
+			n := blobSize(r)
+			h, _, err := a.Alloc(n)
+			if errors.Is(err, ErrFull) {
+				return
+			} else if err != nil {
+				t.Fatal(err)
+			}
+			live[h] = n
+		}
+	}
+	for round := range 20 {
+		fillUp()
+		pack(t, a, live)
+		fillUp()
+		before := a.Stats()
+		k := 0
+		for h := range live {
+			if k++; k%3 == 0 {
+				a.Free(h)
+				delete(live, h)
+			}
+		}
+		pack(t, a, live)
+		after := a.Stats()
+		if after.HeldBytes > before.HeldBytes*8/10 {
+			t.Fatalf("round %d: a third is free, of %+v there is %+v", round, before, after)
+		}
+		if err := a.Check(liveOf(live)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestPackedFreeOfOverwritten(t *testing.T) {
+	a := newArena(t, 0)
+	h, _, err := a.AllocPacked(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, _, err := a.AllocPacked(50)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := a.resolve(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.mem[0] = 200 // more than both
+	mustPanic(t, "Free of a blob with a wrong length", func() { a.Free(h) })
+	p.mem[0] = 174 // as much as both
+	mustPanic(t, "Free of a blob with the length of two", func() { a.Free(h) })
+	if _, err := a.Bytes(other); err != nil {
+		t.Error(err)
 	}
 }

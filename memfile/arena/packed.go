@@ -31,7 +31,10 @@ const (
 	// before it is worth to move blobs, as the inverse of a share. Of a slab that
 	// they are moved out of this has to be lost at least: loosest or, of packed
 	// slabs, whose ends are never full, loosestPacked.
-	looseShare    = 64
+	looseShare = 64
+	// looseBytes is how much is moved at a time: so much more memory is held for a
+	// moment.
+	looseBytes    = 4 << 20
 	loosest       = 64
 	loosestPacked = 16
 )
@@ -156,7 +159,7 @@ func (a *Arena) AllocPacked(n int) (Handle, []byte, error) {
 	begin := packedBegin(bestFill)
 	if grow := packedHeld(begin+n) - packedHeld(bestFill); grow > 0 {
 		a.pagesMu.Lock()
-		err := a.hold(grow)
+		err := a.hold(grow, packedClass)
 		a.pagesMu.Unlock()
 		if err != nil {
 			a.dropEmptyPacked(ref)
@@ -199,6 +202,9 @@ func (a *Arena) freePacked(h Handle) {
 		poison(mem)
 	}
 	seg, s := a.slab(at.ref)
+	if packedSize(n) > s.live() {
+		panic(fmt.Sprintf("arena: Free of handle %#x: its length was overwritten: %d of %d bytes in its slab", uint64(h), n, s.live()))
+	}
 	slabBegin := uint32(s.page) << pageShift
 	packedStarts(seg, slabBegin).flip(uint32(uint64(h)%segmentUnits)<<unitShift - slabBegin)
 	s.alloc[packedLive].Store(uint64(s.live() - packedSize(n)))
@@ -211,10 +217,15 @@ func (a *Arena) freePacked(h Handle) {
 // dropEmptyPacked gives a slab back if nothing is left in it. The lock is held.
 func (a *Arena) dropEmptyPacked(ref slabRef) {
 	p := &a.packed
-	_, s := a.slab(ref)
+	seg, s := a.slab(ref)
 	if s.live() != 0 {
 		return
 	}
+	// What decides lies beside the blobs: they must not go for a length that was
+	// overwritten.
+	packedStarts(seg, uint32(s.page)<<pageShift).each(func(offset int) {
+		panic(fmt.Sprintf("arena: packed slab %#x is empty by its count, but has a blob at %d: lengths were overwritten", uint32(ref), offset))
+	})
 	a.closePacked(ref)
 	if s.next != 0 {
 		_, next := a.slab(s.next)
@@ -253,6 +264,7 @@ func (a *Arena) Loose(limit int) []Handle {
 		ref        slabRef
 		class      uint8
 		lost, held int // bytes
+		blobs      int // about
 	}
 	var candidates []candidate
 	var taken, held int
@@ -268,7 +280,7 @@ func (a *Arena) Loose(limit int) []Handle {
 				_, s := a.slab(ref)
 				lost := bytes - int(s.used)*int(geo.size)
 				if lost*loosest >= bytes {
-					candidates = append(candidates, candidate{ref, uint8(ci), lost, bytes})
+					candidates = append(candidates, candidate{ref, uint8(ci), lost, bytes, int(s.used)})
 				}
 				ref = s.next
 			}
@@ -283,28 +295,33 @@ func (a *Arena) Loose(limit int) []Handle {
 		_, s := a.slab(ref)
 		bytes := packedHeld(s.fill()) * pageSize
 		if lost := bytes - s.live(); lost*loosestPacked >= bytes {
-			candidates = append(candidates, candidate{ref, packedClass, lost, bytes})
+			candidates = append(candidates, candidate{ref, packedClass, lost, bytes, s.live() * int(p.blobs) / int(p.live)})
 		}
 		ref = s.next
 	}
 	p.mu.Unlock()
+	a.pagesMu.Lock()
+	room := a.maxPages - min(a.heldPages, a.maxPages)
+	a.pagesMu.Unlock()
 
 	lost := held - taken
 	slices.SortFunc(candidates, func(x, y candidate) int { return y.lost*x.held - x.lost*y.held })
 	victims, move, gain, blobs := 0, 0, 0, 0
 	for _, c := range candidates {
-		if lost <= taken/looseShare || blobs >= limit {
+		if lost <= taken/looseShare || blobs >= limit || move >= looseBytes {
+			break
+		}
+		// A slab goes only if all of its blobs find room.
+		if uint64(loosePages(move+c.held-c.lost)) > room {
 			break
 		}
 		victims++
 		move += c.held - c.lost
 		gain += c.held
 		lost -= c.lost
-		blobs += (c.held - c.lost) / minSlot // at most
+		blobs += c.blobs
 	}
-	// They take this much anew: themselves, bitmaps, and the ends of slabs.
-	need := move + (move/(packedBytes-packedBitmap)+1)*packedBitmap + move/64
-	if gain < (need+pageSize-1)/pageSize*pageSize+pageSize {
+	if gain < (loosePages(move)+1)*pageSize {
 		return nil
 	}
 	var handles []Handle
@@ -315,6 +332,13 @@ func (a *Arena) Loose(limit int) []Handle {
 		handles = a.appendBlobs(handles, c.ref, c.class)
 	}
 	return handles
+}
+
+// loosePages is how many pages blobs of so many bytes take anew: themselves, bitmaps, and
+// the ends of slabs.
+func loosePages(bytes int) int {
+	need := bytes + (bytes/(packedBytes-packedBitmap)+1)*packedBitmap + bytes/64
+	return (need + pageSize - 1) / pageSize
 }
 
 // appendBlobs appends the handles of a slab's blobs, if it is there still and of that

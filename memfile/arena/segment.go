@@ -171,12 +171,25 @@ func (seg *segment) takeSlab() int {
 	panic("arena: more slabs than pages in a segment")
 }
 
-// hold counts pages that slabs are about to use. pagesMu is held.
-func (a *Arena) hold(pages int) error {
+// reserve is how many pages of the limit only packed slabs get, less than 1 %: what is
+// freed in packed slabs is not given out again, and to run them empty takes another.
+func (a *Arena) reserve() uint64 {
+	if a.maxPages/packedPages < 128 {
+		return 0
+	}
+	return packedPages
+}
+
+// hold counts pages that slabs of a class are about to use. pagesMu is held.
+func (a *Arena) hold(pages int, ci uint8) error {
 	if a.closed {
 		return ErrClosed
 	}
-	if a.heldPages+uint64(pages) > a.maxPages {
+	limit := a.maxPages
+	if ci != packedClass {
+		limit -= a.reserve()
+	}
+	if a.heldPages+uint64(pages) > limit {
 		return fmt.Errorf("%w: %d of %d bytes are taken", ErrFull, a.heldPages*pageSize, a.maxPages*pageSize)
 	}
 	a.heldPages += uint64(pages)
@@ -190,7 +203,7 @@ func (a *Arena) newSlab(ci uint8, held int) (slabRef, error) {
 	pages := int(geo.pages)
 	a.pagesMu.Lock()
 	defer a.pagesMu.Unlock()
-	if err := a.hold(held); err != nil {
+	if err := a.hold(held, ci); err != nil {
 		return 0, err
 	}
 	seg, page, err := a.findPages(pages)

@@ -38,8 +38,12 @@ func Fprint(w io.Writer, s *Stats) {
 	row("faults", "demand %d pages, prefetched %d, touched while candidate %d; restore mean %v, max %v",
 		s.Faults.Demand, s.Faults.Prefetched, s.Faults.Aborted, s.RestoreNS.mean(), time.Duration(s.RestoreNS.MaxNS).Round(time.Microsecond))
 	if p := s.Prefetch; p.Patterns != 0 || p.PredictedPages != 0 {
-		row("prefetch", "precision %.0f %%, recall %.0f %%; %d pages restored ahead in steps, %d on demand; %d steps remembered",
-			100*p.Precision, 100*p.Recall, p.PredictedPages, p.WantedPages, p.Patterns)
+		precision, recall := "-", "-"
+		if p.SampledPages != 0 {
+			precision, recall = fmt.Sprintf("%.0f %%", 100*p.Precision), fmt.Sprintf("%.0f %%", 100*p.Recall)
+		}
+		row("prefetch", "precision %s, recall %s; %d pages restored ahead in steps, %d on demand; %d steps remembered",
+			precision, recall, p.PredictedPages, p.WantedPages, p.Patterns)
 	}
 	row("evictions", "%d, %d pages so far, mean %v", s.EvictNS.Count, s.EvictedPagesTotal, s.EvictNS.mean())
 	why := ""

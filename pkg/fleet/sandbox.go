@@ -150,7 +150,7 @@ func (r *Runtime) enter(s *Sandbox) error {
 	if r.closed {
 		return errors.New("fleet: the runtime is closed")
 	}
-	if _, dup := r.sandboxes[s.id]; dup {
+	if _, dup := r.sandboxes[s.id]; dup || r.busy[s.id] != 0 {
 		return fmt.Errorf("fleet: sandbox %s exists already: %w", s.id, client.ErrExists)
 	}
 	for other := range r.sandboxes {
@@ -560,8 +560,8 @@ func agentzip[T any](ctx context.Context, s *Sandbox, f func(ctx context.Context
 	if err != nil {
 		return v, err
 	}
-	defer release()
 	v, err = f(ctx, s.id)
+	release()
 	return v, s.explain(err)
 }
 

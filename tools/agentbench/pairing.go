@@ -101,6 +101,10 @@ func pairFaults(r *report.Report) {
 		}
 		s.DemandPages = after.Stats.Faults.Demand - before.Stats.Faults.Demand
 		s.PrefetchedPages = after.Stats.Faults.Prefetched - before.Stats.Faults.Prefetched
+		// What samples tell is counted when the step's pages are evicted.
+		if after.Stats.EvictNS.Count == before.Stats.EvictNS.Count {
+			continue
+		}
 		p, q := before.Stats.Prefetch, after.Stats.Prefetch
 		s.Prefetch = &report.StepPrefetch{
 			Patterns: p.Patterns,

@@ -256,6 +256,7 @@ func TestPairFaults(t *testing.T) {
 	}
 	r.Memory[0].Stats.Prefetch = control.Prefetch{Patterns: 3, WantedPages: 5, PredictedPages: 6, SampledPages: 7, UsedPages: 1}
 	r.Memory[1].Stats.Prefetch = control.Prefetch{Patterns: 4, WantedPages: 15, PredictedPages: 26, SampledPages: 23, UsedPages: 13}
+	r.Memory[1].Stats.EvictNS.Count = 1
 	r.Memory[1].Stats.ResumeNS = control.Histogram{Count: 1, SumNS: 15e8}
 	pairFaults(r)
 	assert.EqualValues(t, 20, r.Steps[0].DemandPages)
