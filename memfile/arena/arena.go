@@ -145,7 +145,8 @@ var (
 
 // Options are the parameters of an Arena.
 type Options struct {
-	// MaxBytes limits Stats.HeldBytes. 0 means no limit.
+	// MaxBytes limits Stats.HeldBytes. 0 means no limit. From 4 MiB on the last 32 KiB
+	// of it are for AllocPacked only: to run packed slabs empty takes another.
 	MaxBytes uint64
 }
 
