@@ -69,6 +69,12 @@ const frozen = ^word(0)
 // they waited, of leaves in 170 to 340 of 1800, of leaves half as large in 220 to
 // 490.)
 //
+// A leaf has a word for each of its pages, or it is packed: it has only those that
+// are not what they were to begin with. A packed leaf becomes a whole one when a
+// word that it does not have is written, as the next step does, and tidy packs it
+// again. (Leaves of clones that wait had such words for four of their 32 pages: whole,
+// they were a ninth of all that the clones owned.)
+//
 // Leaves come from slabs of a host page each. tidy moves them together when a step
 // has left slabs that are mostly empty. Both slabs and the directory are of the Go
 // heap, since readers take no lock: the garbage collector knows when the last one
@@ -76,10 +82,10 @@ const frozen = ^word(0)
 //
 // A leaf is taken away or replaced while others use its words: see freeze.
 const (
-	// leafPages is how many pages share a leaf of 256 bytes.
+	// leafPages is how many pages share a leaf, of 256 bytes if it is whole.
 	leafPages = 32
-	// slabLeaves is how many leaves share a slab.
-	slabLeaves = PageSize / (leafPages * 8)
+	// slabWords is how many words a slab has room for.
+	slabWords = PageSize / 8
 	// groupPages is how many pages are visited together.
 	groupPages = 512
 	// blockPages is how many pages a block of the directory covers, 8 MiB in 1 KiB: a
@@ -90,11 +96,51 @@ const (
 	tableChunk = 1 << 18
 )
 
-type leaf [leafPages]word
+// A leaf is the first of the words of leafPages pages; the others follow it in its
+// slab. There is one for each page, in order, unless the first one is a packedHeader.
+type leaf struct{ first word }
+
+// packedHeader is set in the first word of a packed leaf, and in no word of a page.
+// The upper half of that word has a bit for each page whose word the leaf has, in
+// order, behind it. Such a first word never changes.
+const packedHeader word = 1 << 6
+
+// at returns the nth word of a leaf.
+func (l *leaf) at(n int) *word {
+	return (*word)(unsafe.Add(unsafe.Pointer(l), n*8))
+}
+
+// packed returns a bit for each page that a packed leaf has a word of. ok is false if
+// the leaf is whole.
+func (l *leaf) packed() (has uint32, ok bool) {
+	first := atomic.LoadUint64(&l.first)
+	if first == frozen || first&packedHeader == 0 {
+		return 0, false // only the words of pages are frozen
+	}
+	return uint32(first >> 32), true
+}
+
+// find returns the word of page i of the leaf, or nil if it has none: then it is what
+// it was to begin with.
+func (l *leaf) find(i uint64) *word {
+	has, ok := l.packed()
+	if !ok {
+		return l.at(int(i))
+	}
+	if has>>i&1 == 0 {
+		return nil
+	}
+	return l.at(1 + bits.OnesCount32(has&(1<<i-1)))
+}
+
+// leafWords is how many words a leaf takes that has those of the pages that has has a
+// bit for. One that is whole takes no more than if it were packed.
+func leafWords(has uint32) int { return min(1+bits.OnesCount32(has), leafPages) }
 
 // An entry of the directory tells of leafPages pages.
 type entry struct {
-	// leaf has the words, or is nil if each is what it was to begin with.
+	// leaf has the words that are not what they were to begin with, and may have
+	// others. It is nil if there is none.
 	leaf atomic.Pointer[leaf]
 	// template has a bit for each page that was adopted: to begin with its word is
 	// templateWord, that of others resident. It changes only in adopt.
@@ -120,7 +166,7 @@ type table struct {
 	// held for the work on one leaf at a time.
 	mu sync.Mutex
 	// free is what is left of the last slab.
-	free []leaf
+	free []word
 	// slabs, blocks and leaves are how many are in use; slabs is too high rather
 	// than too low.
 	slabs, blocks, leaves uint64
@@ -173,48 +219,71 @@ func (t *table) load(p uint64) word {
 		if e == nil {
 			return resident
 		}
-		l := e.leaf.Load()
-		if l == nil {
-			return e.initial(p)
-		}
-		if w := atomic.LoadUint64(&l[p%leafPages]); w != frozen {
+		w := e.load(p)
+		if w != frozen {
 			return w
 		}
-		// Whoever froze it has mu until the entry says what holds now.
-		t.mu.Lock()
-		t.mu.Unlock() //nolint:staticcheck
+		t.awaitMove()
 	}
 }
 
-// cas changes the word of page p from old to new, and returns false if it is
-// another than old. It may also do so while the word is moved: whoever does not hold
-// Backend.passMu, which keeps words where they are, loads the word again then.
-func (t *table) cas(p uint64, old, new word) bool {
-	e := t.entry(p)
-	if e == nil || e.leaf.Load() == nil {
-		if initial := resident; e != nil {
-			if initial = e.initial(p); initial != old {
-				return false
-			}
-		} else if initial != old {
-			return false
+// load returns the word of page p, or frozen.
+func (e *entry) load(p uint64) word {
+	if l := e.leaf.Load(); l != nil {
+		if at := l.find(p % leafPages); at != nil {
+			return atomic.LoadUint64(at)
 		}
 	}
-	return atomic.CompareAndSwapUint64(&t.written(p)[p%leafPages], old, new)
+	return e.initial(p)
+}
+
+// awaitMove returns when the leaf that has a word that was frozen is no longer in use:
+// whoever froze it has mu until the entry says what holds now.
+func (t *table) awaitMove() {
+	t.mu.Lock()
+	t.mu.Unlock() //nolint:staticcheck
+}
+
+// cas changes the word of page p from old to new, and returns false if it is
+// another than old.
+func (t *table) cas(p uint64, old, new word) bool {
+	for {
+		if t.load(p) != old {
+			return false // without a leaf made for it
+		}
+		at := t.written(p)
+		if atomic.CompareAndSwapUint64(at, old, new) {
+			return true
+		}
+		if atomic.LoadUint64(at) == frozen {
+			t.awaitMove()
+		}
+	}
 }
 
 // store sets the word of page p.
 //
 // Preconditions: the page is committing or busy, and the caller's.
 func (t *table) store(p uint64, w word) {
-	atomic.StoreUint64(&t.written(p)[p%leafPages], w)
+	for {
+		at := t.written(p)
+		// It has no owner but the caller, but may be moved.
+		if old := atomic.LoadUint64(at); old == frozen {
+			t.awaitMove()
+		} else if atomic.CompareAndSwapUint64(at, old, w) {
+			return
+		}
+	}
 }
 
-// written returns the leaf that has page p, and makes it if there is none.
-func (t *table) written(p uint64) *leaf {
+// written returns where the word of page p is, and makes a leaf that has it if there
+// is none.
+func (t *table) written(p uint64) *word {
 	if e := t.entry(p); e != nil {
 		if l := e.leaf.Load(); l != nil {
-			return l
+			if at := l.find(p % leafPages); at != nil {
+				return at
+			}
 		}
 	}
 	t.mu.Lock()
@@ -222,14 +291,14 @@ func (t *table) written(p uint64) *leaf {
 	e := t.makeEntry(p)
 	l := e.leaf.Load()
 	if l == nil {
-		l = t.newLeaf()
-		for i := range l {
-			l[i] = e.initial(uint64(i))
-		}
 		t.leaves++
-		e.leaf.Store(l)
+	} else if at := l.find(p % leafPages); at != nil {
+		return at
 	}
-	return l
+	words := e.freeze(l)
+	l = t.newLeaf(&words, ^uint32(0))
+	e.leaf.Store(l)
+	return l.find(p % leafPages)
 }
 
 // makeEntry returns the entry that has page p, and makes it if there is none.
@@ -244,16 +313,28 @@ func (t *table) makeEntry(p uint64) *entry {
 	return t.entry(p)
 }
 
-// newLeaf returns a leaf of zeroes.
+// newLeaf returns a leaf that has the words of those pages that has has a bit for, or
+// of all.
 //
 // Preconditions: mu is held.
-func (t *table) newLeaf() *leaf {
-	if len(t.free) == 0 {
-		t.free = new([slabLeaves]leaf)[:]
+func (t *table) newLeaf(words *[leafPages]word, has uint32) *leaf {
+	n := leafWords(has)
+	if len(t.free) < n {
+		t.free = new([slabWords]word)[:]
 		t.slabs++
 	}
-	l := &t.free[0]
-	t.free = t.free[1:]
+	to := t.free[:n:n]
+	t.free = t.free[n:]
+	l := (*leaf)(unsafe.Pointer(&to[0]))
+	if n == leafPages {
+		copy(to, words[:])
+		return l
+	}
+	to[0] = packedHeader | word(has)<<32
+	to = to[1:]
+	for m := has; m != 0; m &= m - 1 {
+		to[0], to = words[bits.TrailingZeros32(m)], to[1:]
+	}
 	return l
 }
 
@@ -268,7 +349,9 @@ func (t *table) adopt(first, last uint64) {
 		if l := e.leaf.Load(); l != nil {
 			// Because of other pages.
 			for ; p < end; p++ {
-				atomic.StoreUint64(&l[p%leafPages], templateWord)
+				if at := l.find(p % leafPages); at != nil {
+					atomic.StoreUint64(at, templateWord)
+				}
 			}
 		}
 		t.mu.Unlock()
@@ -287,9 +370,10 @@ func (t *table) skipResident(p, last uint64) uint64 {
 		end := min(last, p|(leafPages-1)+1)
 		if e := t.entry(p); e == nil {
 			p = end
-		} else if l := e.leaf.Load(); l != nil {
+		} else if e.leaf.Load() != nil {
 			for ; p < end; p++ {
-				if atomic.LoadUint64(&l[p%leafPages])&stateMask != resident {
+				// One that is being moved is not skipped.
+				if e.load(p)&stateMask != resident {
 					return p
 				}
 			}
@@ -302,41 +386,54 @@ func (t *table) skipResident(p, last uint64) uint64 {
 	return last
 }
 
-// templates has a bit for each page of the entry that only the template has.
-func (e *entry) templates() uint32 {
-	all := e.template.Load()
+// templates has a bit for each page of the entry that only the template has. ok is
+// false if the leaf is being moved.
+func (e *entry) templates() (all uint32, ok bool) {
+	all = e.template.Load()
 	l := e.leaf.Load()
 	if l == nil {
-		return all
+		return all, true
 	}
-	for m := all; m != 0; m &= m - 1 {
-		if !isTemplate(atomic.LoadUint64(&l[bits.TrailingZeros32(m)])) {
+	m := all
+	if has, ok := l.packed(); ok {
+		m &= has
+	}
+	for ; m != 0; m &= m - 1 {
+		w := atomic.LoadUint64(l.find(uint64(bits.TrailingZeros32(m))))
+		if w == frozen {
+			return 0, false
+		}
+		if !isTemplate(w) {
 			all &^= m & -m
 		}
 	}
-	return all
+	return all, true
+}
+
+// templates has a bit for each page of the leaf of page p that only the template has.
+func (t *table) templates(p, _ uint64) uint32 {
+	e := t.entry(p)
+	if e == nil {
+		return 0
+	}
+	for {
+		if m, ok := e.templates(); ok {
+			return m
+		}
+		t.awaitMove()
+	}
 }
 
 // templatesFrom returns the end of the run of pages from p on, up to last, that only
 // the template has.
 func (t *table) templatesFrom(p, last uint64) uint64 {
-	return runFrom(p, last, func(p, _ uint64) uint32 {
-		if e := t.entry(p); e != nil {
-			return e.templates()
-		}
-		return 0
-	})
+	return runFrom(p, last, t.templates)
 }
 
 // templatesTo returns the beginning of the run of such pages, from first on, that
 // ends before page p.
 func (t *table) templatesTo(p, first uint64) uint64 {
-	return runTo(p, first, func(p, _ uint64) uint32 {
-		if e := t.entry(p); e != nil {
-			return e.templates()
-		}
-		return 0
-	})
+	return runTo(p, first, t.templates)
 }
 
 // markFrom is templatesFrom, and marks the pages as mapped from the template.
@@ -388,11 +485,13 @@ func (t *table) markMapped(first, end uint64) uint32 {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	m := e.templates() & pageBits(first, end)
+	m, _ := e.templates()
+	m &= pageBits(first, end)
 	if e.mapped.Load()&m != m {
 		e.mapped.Or(m)
 		// Marked first, looked at then.
-		m &= e.templates()
+		still, _ := e.templates()
+		m &= still
 	}
 	return m
 }
@@ -419,64 +518,61 @@ func (t *table) maybeMapped(p uint64) bool {
 	return e != nil && e.mapped.Load()>>(p%leafPages)&1 != 0
 }
 
-// freeze ends the use of a leaf's words: afterwards nobody can change them, and who
-// wants one waits for mu. It returns what they were, or false, with all as it was, if
-// one is being changed.
+// freeze ends the use of the words of a leaf, which may be nil: afterwards nobody can
+// change one, and who wants one waits for mu. It returns the words of all pages.
 //
 // Preconditions: mu is held.
-func (l *leaf) freeze() (words leaf, ok bool) {
-	for i := range l {
-		w := atomic.LoadUint64(&l[i])
-		// A page that is committing or busy has an owner, who may store its word.
-		if s := w & stateMask; s == committing || s == busy || !atomic.CompareAndSwapUint64(&l[i], w, frozen) {
-			for j := range i {
-				atomic.StoreUint64(&l[j], words[j])
-			}
-			return leaf{}, false
-		}
-		words[i] = w
-	}
-	return words, true
-}
-
-// isInitial tells whether all words of the entry are what they were to begin with.
-func (e *entry) isInitial(words *leaf) bool {
+func (e *entry) freeze(l *leaf) (words [leafPages]word) {
 	for i := range words {
-		if atomic.LoadUint64(&words[i]) != e.initial(uint64(i)) {
-			return false
+		var at *word
+		if l != nil {
+			at = l.find(uint64(i))
+		}
+		if at != nil {
+			words[i] = atomic.SwapUint64(at, frozen)
+		} else {
+			words[i] = e.initial(uint64(i))
 		}
 	}
-	return true
+	return words
 }
 
-// tidy takes away leaves that are not needed any more, and moves the others together
-// if that frees two slabs and 1/32 of them. It ends soon after stop returns true.
+// changed returns a bit for each page whose word is not what it was to begin with.
+func (e *entry) changed(l *leaf) (m uint32) {
+	for i := range uint64(leafPages) {
+		if at := l.find(i); at != nil && atomic.LoadUint64(at) != e.initial(i) {
+			m |= 1 << i
+		}
+	}
+	return m
+}
+
+// tidy takes away leaves that are not needed any more, and packs the others if that
+// frees two slabs and 1/32 of them. It ends soon after stop returns true.
 //
 // Preconditions: Backend.passMu is held.
 func (t *table) tidy(stop func() bool) { t.tidyTo(stop, 32) }
 
-// tidyTo is tidy that moves leaves together if that frees two slabs and one in share.
+// tidyTo is tidy that packs leaves if that frees two slabs and one in share.
 func (t *table) tidyTo(stop func() bool, share uint64) {
+	// How many slabs packed leaves would need, and what is free in the last of them.
+	need, free := uint64(0), 0
 	t.eachLeaf(stop, func(e *entry, l *leaf) {
-		if !e.isInitial(l) {
+		m := e.changed(l)
+		if m == 0 && t.pack(e, l) {
 			return
 		}
-		if words, ok := l.freeze(); ok {
-			if e.isInitial(&words) {
-				e.leaf.Store(nil)
-				t.leaves--
-				return
-			}
-			// It was changed after the first look.
-			for i := range l {
-				atomic.StoreUint64(&l[i], words[i])
-			}
+		n := leafWords(m)
+		if n > free {
+			need++
+			free = slabWords
 		}
+		free -= n
 	})
 	t.mu.Lock()
 	old := t.slabs
-	// A move copies 256 bytes a leaf, and makes as much garbage.
-	sparse := old*slabLeaves >= t.leaves+t.leaves/share+2*slabLeaves
+	// A move copies words, and makes as much garbage.
+	sparse := old >= need+need/share+2
 	if sparse {
 		t.free = nil
 	}
@@ -484,23 +580,32 @@ func (t *table) tidyTo(stop func() bool, share uint64) {
 	if !sparse {
 		return
 	}
-	left := uint64(0)
-	done := t.eachLeaf(stop, func(e *entry, l *leaf) {
-		words, ok := l.freeze()
-		if !ok {
-			left++
-			return
-		}
-		to := t.newLeaf()
-		*to = words
-		e.leaf.Store(to)
-	})
-	if done {
+	if t.eachLeaf(stop, func(e *entry, l *leaf) { t.pack(e, l) }) {
 		t.mu.Lock()
-		// A leaf that was made meanwhile may have been moved, too.
-		t.slabs -= old - min(left, old)
+		// A leaf that was made meanwhile may have been packed, too.
+		t.slabs -= old
 		t.mu.Unlock()
 	}
+}
+
+// pack replaces a leaf by a packed one, or by none, and tells whether there is none.
+//
+// Preconditions: mu is held.
+func (t *table) pack(e *entry, l *leaf) (gone bool) {
+	words := e.freeze(l)
+	has := uint32(0)
+	for i, w := range words {
+		if w != e.initial(uint64(i)) {
+			has |= 1 << i
+		}
+	}
+	if has == 0 {
+		e.leaf.Store(nil)
+		t.leaves--
+		return true
+	}
+	e.leaf.Store(t.newLeaf(&words, has))
+	return false
 }
 
 // eachLeaf calls fn, with mu held, for each entry that has a leaf. It returns false

@@ -139,7 +139,7 @@ func TestTableMemory(t *testing.T) {
 	require.Equal(t, full, tab.heldBytes())
 	tab.tidy(never)
 	require.EqualValues(t, len(leaves), tab.leaves)
-	require.LessOrEqual(t, tab.heldBytes(), held+uint64(len(leaves))*leafPages*8*5/4+3*PageSize)
+	require.LessOrEqual(t, tab.heldBytes(), held+uint64(len(leaves)+len(kept))*8*5/4+3*PageSize)
 	for p := uint64(100); p < 100+n; p++ {
 		want, ok := kept[p]
 		if !ok {
@@ -276,6 +276,20 @@ func TestTableModel(t *testing.T) {
 				}
 				marked[p] = false
 				require.False(t, tab.maybeMapped(lo+p))
+			},
+			"pack": func(t *rapid.T) {
+				tab.slabs += 100 // as if many were nearly empty
+				tab.tidy(never)
+				require.LessOrEqual(t, tab.slabs, uint64(2))
+				for p := range uint64(n) {
+					e := tab.entry(lo + p)
+					if e == nil || e.leaf.Load() == nil {
+						continue
+					}
+					if has, ok := e.leaf.Load().packed(); ok {
+						require.Equal(t, has>>((lo+p)%leafPages)&1 != 0, words[p] != e.initial(lo+p), "page %d", p)
+					}
+				}
 			},
 			"tidy": func(t *rapid.T) {
 				before := tab.heldBytes()
@@ -496,7 +510,7 @@ func TestTableAfterWait(t *testing.T) {
 			e := tab.entry(p)
 			if e == nil {
 				p += blockPages - leafPages
-			} else if l := e.leaf.Load(); l != nil && e.isInitial(l) {
+			} else if l := e.leaf.Load(); l != nil && e.changed(l) == 0 {
 				t.Fatalf("%s: the leaf of page %#x is left", what, p<<pageShift)
 			}
 		}
