@@ -17,6 +17,7 @@ import (
 	"gvisor.dev/gvisor/runsc/version"
 
 	"runsc-agentzip/runsc-agentzip/cmd"
+	"runsc-agentzip/runsc-agentzip/gofer"
 	"runsc-agentzip/runsc-agentzip/sentry"
 )
 
@@ -27,9 +28,10 @@ func main() {
 		os.Exit(128)
 	}
 	warnNotRoot()
-	// The sandbox process is this binary again ("boot"), so what is registered
-	// here reaches the Sentry.
+	// Sandbox processes and gofers are this binary again ("boot", "gofer"), so what
+	// is registered here reaches the Sentry.
 	sentry.Register()
+	gofer.Start()
 	maincli.ExtraCommands = map[util.SubCommand]string{
 		new(cmd.Agentzip):  "agentzip",
 		new(cmd.Install):   "helpers",
