@@ -117,7 +117,7 @@ func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
 	}
 	// Also if the eviction was stopped: there may be no other in this wait.
 	if stop() {
-		b.table.tidyTo(b.closed.Load, 4) // The guest goes on: it should be worth it.
+		b.table.tidyInStep(b.closed.Load)
 	} else {
 		b.table.tidy(b.closed.Load)
 	}

@@ -21,6 +21,7 @@ const pageShift = 12
 //	bit  4     tmapped: an application may have the template's copy mapped; of a
 //	           page that is the template's, or not yet restored, see entry.mapped
 //	bit  5     deep: the stored form is as small as it gets
+//	bit  6     never set: see packedHeader
 //	bits 8-15  codec.Tag of the stored form
 //	bits 16-55 arena.Handle of the blob, 0 if the form needs none
 //
@@ -105,6 +106,9 @@ type leaf struct{ first word }
 // order, behind it. Such a first word never changes.
 const packedHeader word = 1 << 6
 
+// No constant expression if a word of a page could have it.
+const _ = -uint((stateMask | pinned | tmapped | formMask) & packedHeader)
+
 // at returns the nth word of a leaf.
 func (l *leaf) at(n int) *word {
 	return (*word)(unsafe.Add(unsafe.Pointer(l), n*8))
@@ -118,6 +122,14 @@ func (l *leaf) packed() (has uint32, ok bool) {
 		return 0, false // only the words of pages are frozen
 	}
 	return uint32(first >> 32), true
+}
+
+// has returns a bit for each page that the leaf has a word of.
+func (l *leaf) has() uint32 {
+	if has, ok := l.packed(); ok {
+		return has
+	}
+	return ^uint32(0)
 }
 
 // find returns the word of page i of the leaf, or nil if it has none: then it is what
@@ -370,20 +382,32 @@ func (t *table) skipResident(p, last uint64) uint64 {
 		end := min(last, p|(leafPages-1)+1)
 		if e := t.entry(p); e == nil {
 			p = end
-		} else if e.leaf.Load() != nil {
-			for ; p < end; p++ {
-				// One that is being moved is not skipped.
-				if e.load(p)&stateMask != resident {
-					return p
-				}
-			}
-		} else if p += uint64(bits.TrailingZeros32(e.template.Load() >> (p % leafPages))); p < end {
+		} else if p += uint64(bits.TrailingZeros32(e.notResident() >> (p % leafPages))); p < end {
 			return p
 		} else {
 			p = end
 		}
 	}
 	return last
+}
+
+// notResident has a bit for each page of the entry that is not resident, or whose word
+// is being moved.
+func (e *entry) notResident() uint32 {
+	m := e.template.Load() // to begin with, these
+	l := e.leaf.Load()
+	if l == nil {
+		return m
+	}
+	has := l.has()
+	m &^= has
+	for ; has != 0; has &= has - 1 {
+		i := bits.TrailingZeros32(has)
+		if atomic.LoadUint64(l.find(uint64(i)))&stateMask != resident {
+			m |= 1 << i
+		}
+	}
+	return m
 }
 
 // templates has a bit for each page of the entry that only the template has. ok is
@@ -394,11 +418,7 @@ func (e *entry) templates() (all uint32, ok bool) {
 	if l == nil {
 		return all, true
 	}
-	m := all
-	if has, ok := l.packed(); ok {
-		m &= has
-	}
-	for ; m != 0; m &= m - 1 {
+	for m := all & l.has(); m != 0; m &= m - 1 {
 		w := atomic.LoadUint64(l.find(uint64(bits.TrailingZeros32(m))))
 		if w == frozen {
 			return 0, false
@@ -539,8 +559,9 @@ func (e *entry) freeze(l *leaf) (words [leafPages]word) {
 
 // changed returns a bit for each page whose word is not what it was to begin with.
 func (e *entry) changed(l *leaf) (m uint32) {
-	for i := range uint64(leafPages) {
-		if at := l.find(i); at != nil && atomic.LoadUint64(at) != e.initial(i) {
+	for has := l.has(); has != 0; has &= has - 1 {
+		i := uint64(bits.TrailingZeros32(has))
+		if atomic.LoadUint64(l.find(i)) != e.initial(i) {
 			m |= 1 << i
 		}
 	}
@@ -551,24 +572,35 @@ func (e *entry) changed(l *leaf) (m uint32) {
 // frees two slabs and 1/32 of them. It ends soon after stop returns true.
 //
 // Preconditions: Backend.passMu is held.
-func (t *table) tidy(stop func() bool) { t.tidyTo(stop, 32) }
+func (t *table) tidy(stop func() bool) { t.tidyTo(stop, 32, (*entry).changed) }
 
-// tidyTo is tidy that packs leaves if that frees two slabs and one in share.
-func (t *table) tidyTo(stop func() bool, share uint64) {
-	// How many slabs packed leaves would need, and what is free in the last of them.
+// tidyInStep is tidy while the guest goes on, and writes words that packed leaves would
+// not have: others are moved together as they are if that frees a fifth of the slabs.
+//
+// Preconditions: Backend.passMu is held.
+func (t *table) tidyInStep(stop func() bool) {
+	t.tidyTo(stop, 4, func(_ *entry, l *leaf) uint32 { return l.has() })
+}
+
+// tidyTo takes away leaves, and moves the others together if that frees two slabs and
+// one in share. keep tells which words of a leaf a new one would have; it has all that
+// are not what they were to begin with at the time.
+func (t *table) tidyTo(stop func() bool, share uint64, keep func(*entry, *leaf) uint32) {
+	// How many slabs the leaves would need, and what is free in the last of them.
 	need, free := uint64(0), 0
-	t.eachLeaf(stop, func(e *entry, l *leaf) {
-		m := e.changed(l)
-		if m == 0 && t.pack(e, l) {
+	if !t.eachLeaf(stop, func(e *entry, l *leaf) {
+		if e.changed(l) == 0 && t.move(e, l, 0) {
 			return
 		}
-		n := leafWords(m)
+		n := leafWords(keep(e, e.leaf.Load()))
 		if n > free {
 			need++
 			free = slabWords
 		}
 		free -= n
-	})
+	}) {
+		return
+	}
 	t.mu.Lock()
 	old := t.slabs
 	// A move copies words, and makes as much garbage.
@@ -580,18 +612,20 @@ func (t *table) tidyTo(stop func() bool, share uint64) {
 	if !sparse {
 		return
 	}
-	if t.eachLeaf(stop, func(e *entry, l *leaf) { t.pack(e, l) }) {
+	if t.eachLeaf(stop, func(e *entry, l *leaf) { t.move(e, l, keep(e, l)) }) {
 		t.mu.Lock()
-		// A leaf that was made meanwhile may have been packed, too.
+		// A leaf that was made meanwhile may have been moved, too.
 		t.slabs -= old
 		t.mu.Unlock()
 	}
 }
 
-// pack replaces a leaf by a packed one, or by none, and tells whether there is none.
+// move replaces a leaf by one that has the words of the pages keep, and those that are
+// not what they were to begin with; by none, if there is none. It tells whether there
+// is none.
 //
 // Preconditions: mu is held.
-func (t *table) pack(e *entry, l *leaf) (gone bool) {
+func (t *table) move(e *entry, l *leaf, keep uint32) (gone bool) {
 	words := e.freeze(l)
 	has := uint32(0)
 	for i, w := range words {
@@ -604,7 +638,7 @@ func (t *table) pack(e *entry, l *leaf) (gone bool) {
 		t.leaves--
 		return true
 	}
-	e.leaf.Store(t.newLeaf(&words, has))
+	e.leaf.Store(t.newLeaf(&words, has|keep))
 	return false
 }
 

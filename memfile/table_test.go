@@ -165,6 +165,143 @@ func TestTableMemory(t *testing.T) {
 	require.EqualValues(t, 16, unsafe.Sizeof(entry{}))
 }
 
+// packAll has tidy pack every leaf, as if most slabs were nearly empty.
+func packAll(tab *table) {
+	tab.mu.Lock()
+	tab.slabs += 1 << 20
+	tab.mu.Unlock()
+	tab.tidy(never)
+}
+
+// TestTablePacked: packed leaves of every size have the words that whole ones had, and
+// take no more than these; nothing is moved in vain.
+func TestTablePacked(t *testing.T) {
+	var tab table
+	defer tab.close()
+	tab.extend(tableChunk)
+	// A leaf with each number of words, at both ends of it, half of them adopted.
+	want := map[uint64]word{}
+	changed := 0
+	for n := range uint64(leafPages + 1) {
+		first := n * leafPages
+		if n%2 == 0 {
+			tab.adopt(first, first+leafPages)
+		}
+		for i := range n {
+			p := first + i
+			if n%3 == 0 {
+				p = first + leafPages - 1 - i
+			}
+			want[p] = evictedWord(codec.TagZstd, 9) | word(p)<<handleShift
+			tab.store(p, want[p])
+			changed++
+		}
+	}
+	check := func() {
+		t.Helper()
+		for p := range uint64((leafPages + 1) * leafPages) {
+			w, ok := want[p]
+			if !ok {
+				w = tab.entry(p).initial(p)
+			}
+			require.Equal(t, w, tab.load(p), "page %d", p)
+			require.Equal(t, w&stateMask == resident, tab.skipResident(p, p+1) == p+1)
+			require.Equal(t, isTemplate(w), tab.templatesFrom(p, p+1) == p+1)
+		}
+	}
+	check()
+	packAll(&tab)
+	check()
+	// A header each, but for the whole ones, and what is left of slabs.
+	held := (changed + leafPages) * 8
+	require.LessOrEqual(t, tab.slabs*PageSize, uint64(held+held/8+PageSize))
+
+	leaves := func() (all []*leaf) {
+		tab.eachLeaf(never, func(_ *entry, l *leaf) { all = append(all, l) })
+		return all
+	}
+	before, slabs, free := leaves(), tab.slabs, len(tab.free)
+	for range 3 {
+		tab.tidy(never)
+		tab.tidyInStep(never)
+	}
+	require.Equal(t, before, leaves())
+	require.Equal(t, slabs, tab.slabs)
+	require.Len(t, tab.free, free)
+
+	// One that is stopped moves nothing and loses nothing; one that is stopped later
+	// counts too many slabs rather than too few.
+	tab.slabs += 100
+	tab.tidy(func() bool { return true })
+	require.Equal(t, before, leaves())
+	require.Len(t, tab.free, free)
+	tab.slabs -= 100
+	check()
+
+	// Pages that become the template's: those of words that the leaf has, and others.
+	const first = 9 * leafPages // not adopted, nine words
+	tab.adopt(first, first+leafPages)
+	for p := uint64(first); p < first+leafPages; p++ {
+		want[p] = templateWord
+	}
+	check()
+	packAll(&tab)
+	require.Nil(t, tab.entry(first).leaf.Load())
+	check()
+
+	// In a step whole leaves stay whole.
+	tab.store(first, pinned)
+	want[first] = pinned
+	tab.slabs += 100
+	tab.tidyInStep(never)
+	_, packed := tab.entry(first).leaf.Load().packed()
+	require.False(t, packed)
+	_, packed = tab.entry(3 * leafPages).leaf.Load().packed()
+	require.True(t, packed)
+	check()
+}
+
+// TestTableCASIsSure: who alone changes a page's word never fails to, however much its
+// leaf is grown by others and packed.
+func TestTableCASIsSure(t *testing.T) {
+	var tab table
+	defer tab.close()
+	tab.extend(tableChunk)
+	tab.adopt(0, leafPages/2)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	for p := range uint64(4) {
+		p = p * leafPages / 4
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			w := tab.load(p)
+			for n := word(1); ; n++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				next := tab.entry(p).initial(p)
+				if n%3 != 0 {
+					next = evictedWord(codec.TagZstd, 0) | n<<handleShift
+				}
+				if !tab.cas(p, w, next) {
+					t.Errorf("page %d has word %#x, should have %#x", p, tab.load(p), w)
+					return
+				}
+				w = next
+			}
+		}()
+	}
+	for end := time.Now().Add(stressDuration()); time.Now().Before(end) && !t.Failed(); {
+		packAll(&tab)
+		runtime.Gosched()
+	}
+	close(stop)
+	wg.Wait()
+}
+
 // TestTableModel does random operations on a table and on plain arrays.
 func TestTableModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -278,8 +415,7 @@ func TestTableModel(t *testing.T) {
 				require.False(t, tab.maybeMapped(lo+p))
 			},
 			"pack": func(t *rapid.T) {
-				tab.slabs += 100 // as if many were nearly empty
-				tab.tidy(never)
+				packAll(&tab)
 				require.LessOrEqual(t, tab.slabs, uint64(2))
 				for p := range uint64(n) {
 					e := tab.entry(lo + p)
@@ -462,10 +598,14 @@ func TestTableMarkRaces(t *testing.T) {
 		}
 		tab.store(p, templateWord)
 	})
-	loop(func(uint64) {
+	loop(func(p uint64) {
 		passMu.Lock()
 		defer passMu.Unlock()
-		tab.tidy(never)
+		if p == 0 {
+			packAll(tab)
+		} else {
+			tab.tidy(never)
+		}
 	})
 	time.Sleep(stressDuration())
 	close(stop)

@@ -1,6 +1,8 @@
 package gofer
 
 import (
+	"runtime"
+	"runtime/debug"
 	"testing"
 	"time"
 
@@ -63,4 +65,29 @@ func TestPace(t *testing.T) {
 	step(60 << 10)
 	step(0)
 	require.Len(t, collections, 3)
+}
+
+// TestCollector: what is set is as it was in the end.
+func TestCollector(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(73))
+	processors, limit := runtime.GOMAXPROCS(0), debug.SetMemoryLimit(-1)
+	now := func() int {
+		p := debug.SetGCPercent(73)
+		debug.SetGCPercent(p)
+		return p
+	}
+	var c collector
+	c.release()
+	require.Equal(t, 73, now())
+	for range 2 {
+		collect()
+		c.hold()
+		require.Equal(t, -1, now())
+		require.Less(t, debug.SetMemoryLimit(-1), int64(1<<30))
+		c.release()
+		c.release()
+		require.Equal(t, 73, now())
+		require.Equal(t, limit, debug.SetMemoryLimit(-1))
+	}
+	require.Equal(t, processors, runtime.GOMAXPROCS(0))
 }
