@@ -48,15 +48,19 @@ func interrupted(cleanup error) error {
 var errUsage = errors.New("usage")
 
 func main() {
-	// From the first signal on everything unwinds and cleans up; more signals
-	// do not cut that short.
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT)
+	ctx, stop := untilSignal()
 	defer stop()
 	// A reader of our output that ends must not end a measurement, nor leave behind
 	// what it changed on the host: writing fails, no more. Notify, not Ignore, which
 	// the commands that are started would inherit.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	os.Exit(mainCode(ctx, os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// untilSignal returns a context that ends with the first signal to end: from then on
+// everything unwinds and cleans up, and more signals do not cut that short.
+func untilSignal() (context.Context, context.CancelFunc) {
+	return signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT)
 }
 
 func mainCode(ctx context.Context, args []string, stdout, stderr io.Writer) int {

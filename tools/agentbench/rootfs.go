@@ -182,10 +182,13 @@ func rootfsStampFor(suite string, packages []string) string {
 	return suite + "\n" + strings.Join(packages, " ") + "\n"
 }
 
+// debootstrapPaths are where Debian has the tool, which may not be in PATH.
+var debootstrapPaths = []string{"/usr/sbin/debootstrap", "/sbin/debootstrap", "/usr/bin/debootstrap"}
+
 // findDebootstrap finds the tool or, where allowed, installs it.
 func findDebootstrap(ctx context.Context, install bool, say func(string, ...any)) (string, error) {
 	look := func() string {
-		for _, p := range []string{"/usr/sbin/debootstrap", "/sbin/debootstrap", "/usr/bin/debootstrap"} {
+		for _, p := range debootstrapPaths {
 			if unix.Access(p, unix.X_OK) == nil {
 				return p
 			}

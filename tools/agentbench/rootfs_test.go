@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -47,4 +48,45 @@ func TestImageIsCurrent(t *testing.T) {
 	made()
 	require.NoError(t, os.Remove(file+"2"))
 	require.False(t, current(), "removed")
+}
+
+// TestMissingDebootstrap: without the tool, the message says how to get it, and what
+// went wrong if getting it did.
+func TestMissingDebootstrap(t *testing.T) {
+	defer func(paths []string) { debootstrapPaths = paths }(debootstrapPaths)
+	debootstrapPaths = nil
+	dir := t.TempDir()
+	t.Setenv("PATH", dir)
+	var said []string
+	find := func(install bool) (string, error) {
+		return findDebootstrap(t.Context(), install, func(format string, args ...any) { said = append(said, fmt.Sprintf(format, args...)) })
+	}
+	const command = "apt-get install -y --no-install-recommends debootstrap"
+
+	_, err := find(false)
+	require.ErrorContains(t, err, "debootstrap is missing: "+command)
+	require.Empty(t, said, "nothing may be installed")
+
+	_, err = find(true)
+	require.ErrorContains(t, err, command)
+	require.ErrorContains(t, err, "apt-get")
+	require.Len(t, said, 1)
+
+	script := func(text string) {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "apt-get"), []byte("#!/bin/sh\n"+text), 0o755))
+	}
+	script("echo E: no such package >&2; exit 100\n")
+	_, err = find(true)
+	require.ErrorContains(t, err, "E: no such package")
+	require.ErrorContains(t, err, "apt-get update && "+command)
+
+	script("exit 0\n")
+	_, err = find(true)
+	require.ErrorContains(t, err, "nowhere to be found")
+
+	tool := filepath.Join(dir, "debootstrap")
+	script(": >" + tool + "; /bin/chmod 755 " + tool + "\n")
+	found, err := find(true)
+	require.NoError(t, err)
+	require.Equal(t, tool, found)
 }

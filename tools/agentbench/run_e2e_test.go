@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -13,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -28,8 +30,12 @@ import (
 const (
 	runtimeEnv = "AGENTBENCH_RUNTIME"
 	stockEnv   = "AGENTBENCH_STOCK"
-	// childEnv makes the test binary run the benchmark in a directory.
-	childEnv = "AGENTBENCH_TEST_RUN"
+	// childEnv makes the test binary run the benchmark in a directory, with the systems
+	// in childSystemsEnv.
+	childEnv        = "AGENTBENCH_TEST_RUN"
+	childSystemsEnv = "AGENTBENCH_TEST_SYSTEMS"
+	// notRootEnv makes it agentbench, started by another user than root.
+	notRootEnv = "AGENTBENCH_TEST_NOT_ROOT"
 	// fakePoolEnv makes it a page pool that behaves in some way, poolOwnerEnv a
 	// program that starts one.
 	fakePoolEnv  = "AGENTBENCH_TEST_POOL"
@@ -49,8 +55,19 @@ func TestMain(m *testing.M) {
 	case os.Getenv(poolOwnerEnv) != "":
 		ownPool(os.Getenv(poolOwnerEnv))
 	case os.Getenv(childEnv) != "":
-		b := newBenchmark(testConfig(os.Getenv(childEnv), "linux", time.Minute), nil, os.Stderr)
-		fmt.Fprintln(os.Stderr, b.run(context.Background()))
+		ctx, stop := untilSignal()
+		defer stop()
+		b := newBenchmark(testConfig(os.Getenv(childEnv), os.Getenv(childSystemsEnv), time.Minute), nil, os.Stderr)
+		fmt.Fprintln(os.Stderr, b.run(ctx))
+	case os.Getenv(notRootEnv) != "":
+		if os.Geteuid() == 0 {
+			const nobody = 65534
+			if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(nobody), syscall.Setuid(nobody)); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				os.Exit(3)
+			}
+		}
+		os.Exit(mainCode(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
 	default:
 		os.Exit(m.Run())
 	}
@@ -254,39 +271,76 @@ func TestRunInterruptedEndToEnd(t *testing.T) {
 	assert.NotEmpty(t, b.report.Error)
 }
 
-// TestRunKilledEndToEnd kills a run outright; the next one finds and removes
-// what it left.
-func TestRunKilledEndToEnd(t *testing.T) {
-	dir := testDir(t)
-	before := machineState(t)
+// startChild starts a run in dir, whose waits are long, as a process of its own, and
+// returns it once the clones of these systems wait. started is false if the machine
+// cannot run them.
+func startChild(t *testing.T, dir, systems string) (cmd *exec.Cmd, output func() string, started bool) {
 	self, err := os.Executable()
 	require.NoError(t, err)
-	cmd := exec.Command(self)
-	cmd.Env = append(os.Environ(), childEnv+"="+dir)
+	cmd = exec.Command(self)
+	cmd.Env = append(os.Environ(), childEnv+"="+dir, childSystemsEnv+"="+systems)
 	stderr, err := cmd.StderrPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
-	// Its first wait is long: it is killed while its clones wait.
-	killed := false
-	for lines := bufio.NewScanner(stderr); lines.Scan(); {
-		t.Log(lines.Text())
-		switch {
-		case strings.Contains(lines.Text(), "leaving out"):
-			t.Log("this machine has no swap to leave behind")
-		case strings.Contains(lines.Text(), "checkpointed in"):
-			time.Sleep(4 * time.Second)
-			killed = true
-			require.NoError(t, cmd.Process.Kill())
+	var text strings.Builder
+	lines := bufio.NewScanner(stderr)
+	for !started && lines.Scan() {
+		fmt.Fprintln(&text, lines.Text())
+		started = strings.Contains(lines.Text(), "checkpointed in")
+	}
+	if started {
+		time.Sleep(4 * time.Second)
+	}
+	return cmd, func() string {
+		for lines.Scan() {
+			fmt.Fprintln(&text, lines.Text())
 		}
+		cmd.Wait()
+		return text.String()
+	}, started
+}
+
+// TestRunSignalledEndToEnd ends a run by signals, as Ctrl-C does and who stops a
+// service: it says so, and leaves nothing.
+func TestRunSignalledEndToEnd(t *testing.T) {
+	for _, s := range []os.Signal{os.Interrupt, syscall.SIGTERM} {
+		dir := testDir(t)
+		before := machineState(t)
+		cmd, output, started := startChild(t, dir, "agentzip")
+		if started {
+			assert.NotEqual(t, before, machineState(t), "it was ended too early or too late")
+			require.NoError(t, cmd.Process.Signal(s))
+		}
+		text := output()
+		t.Logf("%v: %s", s, text)
+		require.True(t, started)
+		assert.Contains(t, text, errInterrupted.Error())
+		assertNothingLeft(t, dir, before)
 	}
-	cmd.Wait()
-	if !killed {
-		t.Skip("the machine cannot run the system linux")
+}
+
+// TestRunKilledEndToEnd kills a run outright; the next one finds and removes
+// what it left.
+func TestRunKilledEndToEnd(t *testing.T) {
+	for _, systems := range []string{"linux", "agentzip"} {
+		t.Run(systems, func(t *testing.T) {
+			dir := testDir(t)
+			before := machineState(t)
+			cmd, output, started := startChild(t, dir, systems)
+			cmd.Process.Kill()
+			t.Log(output())
+			if !started && systems == linuxName {
+				t.Skip("the machine cannot run the system linux")
+			}
+			require.True(t, started)
+			assert.NotEqual(t, before, machineState(t), "it was killed too early or too late")
+			var log bytes.Buffer
+			err := newBenchmark(testConfig(dir, "agentzip", 100*time.Millisecond), nil, &log).run(t.Context())
+			t.Logf("%s", &log)
+			require.NoError(t, err)
+			assertNothingLeft(t, dir, before)
+		})
 	}
-	left := machineState(t)
-	assert.NotEqual(t, before, left, "it was killed too early or too late")
-	require.NoError(t, reclaimRuns(filepath.Join(dir, "work"), t.Logf))
-	assertNothingLeft(t, dir, before)
 }
 
 // triggerWriter does something when a text is written to it.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -388,4 +389,21 @@ func TestMergeCommand(t *testing.T) {
 	m, err := report.Read(merged)
 	require.NoError(t, err)
 	assert.Len(t, m.Episodes, 2)
+}
+
+// TestNotRoot: who is not root is told so at once, by each command that needs it.
+func TestNotRoot(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	for _, command := range []string{"run", "demo", "micro", "idle", "density"} {
+		cmd := exec.Command(self, command)
+		cmd.Env = append(os.Environ(), notRootEnv+"=1")
+		cmd.Dir = "/"
+		out, err := cmd.CombinedOutput()
+		var exit *exec.ExitError
+		require.ErrorAs(t, err, &exit, "%s: %s", command, out)
+		require.Equal(t, 1, exit.ExitCode(), "%s: %s", command, out)
+		require.Contains(t, string(out), "agentbench "+command+": ")
+		require.Contains(t, string(out), "sandboxes need root", command)
+	}
 }
