@@ -107,7 +107,8 @@
 //
 // Backend.passMu serialises evictions, deepening, sharing, checks, prefetching and
 // saves. It is taken with no other lock held. Gate, Drop, Pin, Window and the section methods take
-// no lock but a waiter's shard lock, the arena's and the Pool's, which are leaves, so they
-// may be called with any lock of the Sentry held, the allocator's included.
+// no lock but a waiter's shard lock, the arena's and the Pool's, which are leaves, and the page
+// table's, which is one below the shard locks, so they may be called with any lock of the Sentry
+// held, the allocator's included.
 // Host.VisitEvictable is called with passMu held and takes the allocator's lock.
 package memfile
