@@ -86,6 +86,10 @@ type Options struct {
 	// tries again before it fails.
 	NoMemoryTimeout time.Duration
 
+	// Rest, if not nil, tells a deepening between two pages for how long it should
+	// pause.
+	Rest func() time.Duration
+
 	// TestCorrupt, if not 0, flips a bit in the blob of the n-th page stored.
 	TestCorrupt uint64
 }
@@ -140,6 +144,9 @@ type Backend struct {
 	// passMu is held by an eviction, a deepening, a check and while a save
 	// begins.
 	passMu sync.Mutex
+
+	// checks counts the checks that run or wait for passMu.
+	checks atomic.Int32
 
 	// inhibit counts the saves in progress. It changes with passMu held and is
 	// read without it by running passes, which then stop.

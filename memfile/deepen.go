@@ -57,6 +57,9 @@ type deepener struct {
 	// compactMu is held by the worker that moves blobs.
 	compactMu sync.Mutex
 
+	// restMu is held by the worker that pauses, so that the others do so, too.
+	restMu sync.Mutex
+
 	// own finds roots of this pass.
 	ownMu sync.Mutex
 	own   dedup.Table
@@ -184,6 +187,23 @@ func (d *deepener) fail(err error) {
 	d.failed.Store(true)
 }
 
+// restStep is how soon a pause ends when there is a reason to.
+const restStep = 5 * time.Millisecond
+
+// rest pauses for as long as Options.Rest says, unless the pass is to stop or somebody
+// waits for it to end. No page may be busy.
+func (d *deepener) rest() {
+	b := d.b
+	if b.opts.Rest == nil {
+		return
+	}
+	d.restMu.Lock()
+	defer d.restMu.Unlock()
+	for left := b.opts.Rest(); left > 0 && b.checks.Load() == 0 && !d.stop(); left -= restStep {
+		time.Sleep(min(left, restStep))
+	}
+}
+
 // group visits the pages of a group.
 func (d *deepWorker) group(first uint64) {
 	b := d.b
@@ -205,6 +225,7 @@ func (d *deepWorker) group(first uint64) {
 				continue
 			}
 		}
+		d.rest()
 		if err := b.passError(d.stop); err != nil {
 			d.fail(err)
 			return

@@ -531,6 +531,8 @@ const checkMax = 100
 // are counted right, and that counters agree with the page table. The sandbox keeps
 // running; a page under check delays its access by a decode.
 func (b *Backend) Check(stop func() bool) (CheckResult, error) {
+	b.checks.Add(1)
+	defer b.checks.Add(-1)
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
 	var res CheckResult

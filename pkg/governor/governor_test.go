@@ -45,3 +45,38 @@ func TestBusy(t *testing.T) {
 	none.End()
 	require.False(t, none.Busy())
 }
+
+// TestRest: with rests the thread takes no more than Trickle of a processor of a busy
+// host, and all that it can get of another.
+func TestRest(t *testing.T) {
+	now, used := time.Unix(100, 0), time.Duration(0)
+	g := New(func() (time.Duration, error) { return used, nil })
+	g.now = func() time.Time { return now }
+	work := func(share float64, lasts time.Duration) (got float64) {
+		began, usedBegan := now, used
+		for now.Sub(began) < lasts {
+			const piece = 50 * time.Microsecond
+			used += piece
+			now = now.Add(time.Duration(float64(piece) / share))
+			now = now.Add(g.Rest())
+		}
+		return float64(used-usedBegan) / float64(now.Sub(began))
+	}
+	require.Zero(t, g.Rest(), "no work")
+	g.Begin()
+	require.InDelta(t, 0.95, work(0.95, 10*time.Second), 0.001)
+	require.InDelta(t, Trickle, work(0.5, 10*time.Second), 0.01)
+	require.InDelta(t, 0.05, work(0.05, 10*time.Second), 0.001, "it has to rest already")
+	require.True(t, g.Busy())
+	require.InDelta(t, 0.95, work(0.95, 10*time.Second), 0.001)
+	require.False(t, g.Busy())
+	g.End()
+
+	// A new spell of work: the host may not be busy any more.
+	g.Begin()
+	require.Zero(t, g.Rest())
+	g.End()
+
+	var none *Governor
+	require.Zero(t, none.Rest())
+}

@@ -84,6 +84,12 @@ func initSandbox(conf *config.Config, stdioFDs []int) error {
 		}
 	}
 	process.background = startBackground()
+	process.opts.Rest = func() time.Duration {
+		if process.scarce.pressed() {
+			return 0
+		}
+		return process.background.governor.Rest()
+	}
 	process.scarce.wanted = make(chan struct{}, 1)
 	if conf.AgentzipPool != "" && conf.AgentzipDomain != "" {
 		process.domain = conf.AgentzipDomain

@@ -499,8 +499,10 @@ type quietTime struct {
 }
 
 // deepenAllFactor is how many times longer a wait has to last for pages to be
-// compressed harder that the last steps wanted. busyPause is how long compression
-// stays away from a busy host.
+// compressed harder that the last steps wanted. passMax is how long one deepening may
+// take, and passPause how long it is until the next goes on with it: on a busy host it
+// takes no more than governor.Trickle of a processor, and the pool and the Sentry's
+// garbage should not have to wait for it.
 //
 // trimShare is how many times longer than what giving garbage back costs has to go by
 // until what timers in the guest have done makes it due again. reopenCost is more than
@@ -509,7 +511,8 @@ type quietTime struct {
 // of 10).
 const (
 	deepenAllFactor = 4
-	busyPause       = time.Second
+	passMax         = 3 * time.Second
+	passPause       = 250 * time.Millisecond
 	trimShare       = 100
 	reopenCost      = 40 * time.Microsecond
 )
@@ -565,8 +568,7 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 	if *done {
 		return nil, time.Time{}
 	}
-	pressed := process.scarce.pressed()
-	if pressed {
+	if process.scarce.pressed() {
 		after = 0
 	}
 	due = q.since.Add(after)
@@ -576,14 +578,15 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 	return func(stop func() bool) {
 		var n uint64
 		var err error
+		began := time.Now()
 		process.background.run(func() {
-			n, err = pass(func() bool { return stop() || !pressed && process.background.governor.Busy() })
+			n, err = pass(func() bool { return stop() || time.Since(began) > passMax })
 		})
-		// Only what activity interrupted, or a busy host, is taken up again.
+		// What was interrupted, or takes so long on a busy host, is taken up again.
 		*done = !errors.Is(err, memfile.ErrStopped)
-		q.notBefore = time.Now().Add(busyPause)
+		q.notBefore = time.Now().Add(passPause)
 		if n != 0 || err != nil && !benign(err) {
-			log.Debugf("agentzip: compressed %d stored pages harder (%v)", n, err)
+			log.Debugf("agentzip: compressed %d stored pages harder in %v (%v)", n, time.Since(began), err)
 		}
 	}, due
 }
