@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -52,7 +53,46 @@ func describeMachine() report.Machine {
 			m.Virtual += " (" + strings.TrimSpace(string(b)) + ")"
 		}
 	}
+	m.MapTouchNS = mapTouch()
 	return m
+}
+
+// mapTouch measures Machine.MapTouchNS: the median of some rounds, or 0 if the host
+// refuses the memory.
+func mapTouch() float64 {
+	const pages, rounds = 2048, 5
+	size := pages * os.Getpagesize()
+	fd, err := unix.MemfdCreate("agentbench-touch", unix.MFD_CLOEXEC)
+	if err != nil {
+		return 0
+	}
+	defer unix.Close(fd)
+	if err := unix.Ftruncate(fd, int64(size)); err != nil {
+		return 0
+	}
+	var ns []float64
+	page := make([]byte, size)
+	for range rounds {
+		// As a page is restored and mapped.
+		if unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, int64(size)) != nil {
+			return 0
+		}
+		if n, err := unix.Pwrite(fd, page, 0); err != nil || n != size {
+			return 0
+		}
+		mem, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
+		if err != nil {
+			return 0
+		}
+		began := time.Now()
+		for i := 0; i < size; i += os.Getpagesize() {
+			mem[i]++
+		}
+		ns = append(ns, float64(time.Since(began).Nanoseconds())/pages)
+		_ = unix.Munmap(mem)
+	}
+	slices.Sort(ns)
+	return ns[rounds/2]
 }
 
 // fieldOf returns the value of the first line "NAME SEP VALUE" of a file.

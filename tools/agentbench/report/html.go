@@ -85,7 +85,7 @@ func (r *Report) WriteHTML(path string) error {
 
 func (r *Report) html(w io.Writer) error {
 	t, err := template.New("page").Funcs(template.FuncMap{
-		"mib": mib, "size": func(n uint64) string { return size(float64(n)) }, "seconds": seconds, "elapsed": elapsed, "times": times, "margin": margin, "interval": intervalText,
+		"mib": mib, "micros": func(ns float64) string { return digits(ns/1000) + " µs" }, "size": func(n uint64) string { return size(float64(n)) }, "seconds": seconds, "elapsed": elapsed, "times": times, "margin": margin, "interval": intervalText,
 		"count": count, "short": func(b json.RawMessage) string { return shortened(b) }, "join": strings.Join,
 		"json":    func(v any) (string, error) { b, err := json.Marshal(v); return string(b), err },
 		"tail":    tailName,

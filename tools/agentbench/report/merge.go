@@ -30,7 +30,7 @@ func Merge(reports ...*Report) (*Report, error) {
 		have[e.Key] = true
 	}
 	for _, r := range reports[1:] {
-		if r.Machine != out.Machine {
+		if !r.Machine.same(out.Machine) {
 			return nil, fmt.Errorf("the run of %s was on another machine (%s, %s) than that of %s (%s, %s)", stamp(r), r.Machine.CPU, r.Machine.Kernel, stamp(out), out.Machine.CPU, out.Machine.Kernel)
 		}
 		for _, s := range r.Systems {
