@@ -20,6 +20,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"runsc-agentzip/pkg/fleet"
 	"runsc-agentzip/tools/agentbench/linuxmem"
@@ -354,4 +355,68 @@ func (w *triggerWriter) Write(b []byte) (int, error) {
 		w.do()
 	}
 	return len(b), nil
+}
+
+// foreignSwap has the host use a swap device that no benchmark has made, until the test
+// ends. It returns the device's path.
+func foreignSwap(t *testing.T) string {
+	t.Helper()
+	const control = "/sys/class/zram-control/"
+	if unix.Access(control+"hot_remove", unix.W_OK) != nil {
+		t.Skip("the machine has no zram to make a swap device of")
+	}
+	n, err := os.ReadFile(control + "hot_add")
+	require.NoError(t, err)
+	number := strings.TrimSpace(string(n))
+	device := "/dev/zram" + number
+	t.Cleanup(func() {
+		assert.NoError(t, os.WriteFile(control+"hot_remove", []byte(number), 0))
+	})
+	require.NoError(t, os.WriteFile("/sys/block/zram"+number+"/disksize", []byte("16M"), 0))
+	if _, err := os.Lstat(device); err != nil {
+		t.Skipf("the machine makes no device files: %v", err)
+	}
+	for _, command := range []string{"mkswap", "swapon"} {
+		out, err := exec.Command(command, device).CombinedOutput()
+		require.NoError(t, err, "%s: %s", command, out)
+	}
+	t.Cleanup(func() {
+		out, err := exec.Command("swapoff", device).CombinedOutput()
+		assert.NoError(t, err, "%s", out)
+	})
+	return device
+}
+
+// TestForeignSwapEndToEnd: a host with swap in use does not run the system linux, is told
+// so before anything starts, and keeps its swap.
+func TestForeignSwapEndToEnd(t *testing.T) {
+	dir := testDir(t)
+	device := foreignSwap(t)
+	before := machineState(t)
+	require.Contains(t, strings.Join(before, "\n"), device)
+
+	cfg := testConfig(dir, "stock,linux", 100*time.Millisecond)
+	cfg.skip = false
+	var log bytes.Buffer
+	b := newBenchmark(cfg, nil, &log)
+	err := b.run(t.Context())
+	require.ErrorContains(t, err, "swap is in use on this machine")
+	require.ErrorContains(t, err, device)
+	require.ErrorContains(t, err, "swapoff")
+	assert.Empty(t, b.report.Episodes)
+	assertNothingLeft(t, dir, before)
+
+	// Asked to, it does without.
+	cfg.skip = true
+	log.Reset()
+	b = newBenchmark(cfg, nil, &log)
+	err = b.run(t.Context())
+	t.Logf("%s", &log)
+	require.NoError(t, err)
+	assert.Contains(t, log.String(), "swap is in use on this machine")
+	for _, e := range b.report.Episodes {
+		assert.Equal(t, "stock", e.System)
+	}
+	assert.NotEmpty(t, b.report.Episodes)
+	assertNothingLeft(t, dir, before)
 }
