@@ -9,7 +9,7 @@
 //
 // Once a process has collected, Go has it do so every two minutes. A gofer that is quiet
 // has no garbage, so there is none until it is not, or until its heap has grown by
-// heapSlack.
+// gc.Slack.
 package gofer
 
 import (
@@ -19,6 +19,8 @@ import (
 	"runtime/metrics"
 	"strings"
 	"time"
+
+	"runsc-agentzip/runsc-agentzip/gc"
 )
 
 const (
@@ -31,9 +33,6 @@ const (
 	// last look.
 	worth = 256 << 10
 	quiet = 32 << 10
-	// heapSlack is by how many bytes the heap may grow between two looks until Go
-	// collects all the same.
-	heapSlack = 16 << 20
 )
 
 // Is tells whether args are the command line of a gofer. Those that runsc makes have
@@ -55,16 +54,16 @@ func Start() {
 	}
 	go func() {
 		var p pace
-		var c collector
+		var off gc.Off
 		for {
 			time.Sleep(p.pause)
 			switch total := allocated(); {
 			case p.look(total):
-				c.release()
+				off.Release()
 				collect()
-				c.hold()
+				off.Hold()
 			case !p.still:
-				c.release()
+				off.Release()
 			}
 		}
 	}()
@@ -75,30 +74,6 @@ func Start() {
 func collect() {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	debug.FreeOSMemory()
-}
-
-// A collector is Go's, which can be held off.
-type collector struct {
-	held    bool
-	percent int
-	limit   int64
-}
-
-func (c *collector) hold() {
-	s := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
-	metrics.Read(s)
-	c.held = true
-	c.limit = debug.SetMemoryLimit(int64(s[0].Value.Uint64()-s[1].Value.Uint64()) + heapSlack)
-	c.percent = debug.SetGCPercent(-1)
-}
-
-func (c *collector) release() {
-	if !c.held {
-		return
-	}
-	c.held = false
-	debug.SetGCPercent(c.percent)
-	debug.SetMemoryLimit(c.limit)
 }
 
 // allocated is how many bytes this process has allocated on its heap so far.

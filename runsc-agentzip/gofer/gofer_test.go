@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"runsc-agentzip/runsc-agentzip/gc"
 )
 
 func TestIs(t *testing.T) {
@@ -76,16 +78,16 @@ func TestCollector(t *testing.T) {
 		debug.SetGCPercent(p)
 		return p
 	}
-	var c collector
-	c.release()
+	var c gc.Off
+	c.Release()
 	require.Equal(t, 73, now())
 	for range 2 {
 		collect()
-		c.hold()
+		c.Hold()
 		require.Equal(t, -1, now())
 		require.Less(t, debug.SetMemoryLimit(-1), int64(1<<30))
-		c.release()
-		c.release()
+		c.Release()
+		c.Release()
 		require.Equal(t, 73, now())
 		require.Equal(t, limit, debug.SetMemoryLimit(-1))
 	}

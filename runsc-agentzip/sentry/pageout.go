@@ -2,13 +2,13 @@ package sentry
 
 import (
 	"runtime"
-	"runtime/debug"
-	"runtime/metrics"
 	"sync"
 	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"runsc-agentzip/runsc-agentzip/gc"
 )
 
 // A wait that lasts may have the host swap the Sentry's own heap out
@@ -18,16 +18,12 @@ import (
 // the operator has to want swap at all.
 //
 // A collection would bring all of the heap back, and the runtime starts one every two
-// minutes at the latest. So there is none until the heap has grown by heapSlack, or until
+// minutes at the latest. So there is none until the heap has grown by gc.Slack, or until
 // stepGrace after the wait has ended: the runtime would make up for it at once, and the
 // first command would take four times as long (measured after a wait of 150 s).
 
-// heapSlack is by how much the heap may grow while nothing collects garbage, in bytes,
-// and stepGrace how long a step may last until garbage is collected again.
-const (
-	heapSlack = 16 << 20
-	stepGrace = 10 * time.Second
-)
+// stepGrace is how long a step may last until garbage is collected again.
+const stepGrace = 10 * time.Second
 
 // arenaSize is how much address space the runtime takes for its heap at once, on every
 // 64-bit Linux. It is aligned.
@@ -80,12 +76,10 @@ func pageOut(stop func() bool) {
 // over, or a collection has taken place all the same: then the heap is back.
 type collector struct {
 	// mu protects the rest. It is a leaf.
-	mu   sync.Mutex
-	held bool
+	mu  sync.Mutex
+	off gc.Off
 	// holds counts the calls to hold: what is to end one must not end a later one.
-	holds   uint64
-	percent int
-	limit   int64
+	holds uint64
 }
 
 // hold holds it off. It may have to wait for a collection to end.
@@ -93,13 +87,7 @@ func (c *collector) hold() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.holds++
-	if !c.held {
-		total := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
-		metrics.Read(total)
-		c.held = true
-		c.limit = debug.SetMemoryLimit(int64(total[0].Value.Uint64()-total[1].Value.Uint64()) + heapSlack)
-		c.percent = debug.SetGCPercent(-1)
-	}
+	c.off.Hold()
 	runtime.AddCleanup(new([64]byte), c.releaseHold, c.holds)
 }
 
@@ -107,23 +95,14 @@ func (c *collector) hold() {
 func (c *collector) release() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.releaseLocked()
-}
-
-func (c *collector) releaseLocked() {
-	if !c.held {
-		return
-	}
-	c.held = false
-	debug.SetGCPercent(c.percent)
-	debug.SetMemoryLimit(c.limit)
+	c.off.Release()
 }
 
 func (c *collector) releaseHold(hold uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.holds == hold {
-		c.releaseLocked()
+		c.off.Release()
 	}
 }
 

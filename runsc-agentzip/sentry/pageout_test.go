@@ -8,6 +8,8 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+
+	"runsc-agentzip/runsc-agentzip/gc"
 )
 
 // TestPageOut: all of the heap is found, and nothing in it changes.
@@ -57,7 +59,7 @@ func TestCollector(t *testing.T) {
 	held := func() bool {
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		return c.held
+		return c.off.Held()
 	}
 	c.release()
 	require.False(t, held())
@@ -65,7 +67,7 @@ func TestCollector(t *testing.T) {
 	require.True(t, held())
 	require.Equal(t, -1, percent())
 	limit := debug.SetMemoryLimit(-1)
-	require.Greater(t, limit, int64(heapSlack))
+	require.Greater(t, limit, int64(gc.Slack))
 	require.Less(t, limit, before)
 	c.release()
 	c.release()
