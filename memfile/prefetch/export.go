@@ -93,6 +93,7 @@ func (h *History) Import(b []byte, template Digest) error {
 	h.learn.Lock()
 	defer h.learn.Unlock()
 	// What the sandbox has learnt itself is newer, and counts for more.
+	h.index = nil
 	h.patterns = append(ps[max(len(ps)-(MaxPatterns-len(h.patterns)), 0):], h.patterns...)
 	return nil
 }

@@ -14,28 +14,45 @@ type bitmap [GroupPages / 64]uint64
 func (m *bitmap) set(i uint64)      { m[i/64] |= 1 << (i % 64) }
 func (m *bitmap) has(i uint64) bool { return m[i/64]>>(i%64)&1 != 0 }
 
-func (m *bitmap) count() (n int) {
-	for _, w := range m {
-		n += bits.OnesCount64(w)
-	}
-	return n
+// unitsPerWord is how many units the pages of a word of a bitmap are of.
+const unitsPerWord = 64 / UnitPages
+
+// firstPages has the first page of each unit of a word, and diagonal a bit for each unit
+// that is as many places before its first page as the unit's number is greater than 0:
+// by these, spread and gather move the bits of units apart and together.
+const (
+	firstPages = 1 | 1<<UnitPages | 1<<(2*UnitPages) | 1<<(3*UnitPages)
+	diagonal   = 1 | 1<<(UnitPages-1) | 1<<(2*(UnitPages-1)) | 1<<(3*(UnitPages-1))
+)
+
+// spread returns the pages of the units that have one of the unitsPerWord lowest bits
+// in units.
+func spread(units uint32) uint64 {
+	return uint64(units&(1<<unitsPerWord-1)) * diagonal & firstPages * (1<<UnitPages - 1)
+}
+
+// gather returns a bit for each unit that has a page in w.
+func gather(w uint64) uint32 {
+	w |= w >> 8
+	w |= w >> 4
+	w |= w >> 2
+	w |= w >> 1
+	w &= firstPages
+	return uint32(w|w>>(UnitPages-1)|w>>(2*(UnitPages-1))|w>>(3*(UnitPages-1))) & (1<<unitsPerWord - 1)
 }
 
 // unitPages returns the pages of the units that have a bit in units.
 func unitPages(units uint32) (m bitmap) {
-	for ; units != 0; units &= units - 1 {
-		u := bits.TrailingZeros32(units)
-		m[u*UnitPages/64] |= (1<<UnitPages - 1) << (u * UnitPages % 64)
+	for i := range m {
+		m[i] = spread(units >> (i * unitsPerWord))
 	}
 	return m
 }
 
 // units returns a bit for each unit that has a page in m.
 func (m *bitmap) units() (units uint32) {
-	for u := range unitsPerGroup {
-		if m[u*UnitPages/64]>>(u*UnitPages%64)&(1<<UnitPages-1) != 0 {
-			units |= 1 << u
-		}
+	for i, w := range m {
+		units |= gather(w) << (i * unitsPerWord)
 	}
 	return units
 }
@@ -86,14 +103,13 @@ func (m *bitmap) unit(u int) uint16 {
 	return uint16(m[u*UnitPages/64] >> (u * UnitPages % 64))
 }
 
-func (m *bitmap) setUnit(u int, pages uint16) {
-	m[u*UnitPages/64] |= uint64(pages) << (u * UnitPages % 64)
-}
-
 // seal makes the Pattern small. It must not change any more.
-func (p *Pattern) seal() {
+func (p *Pattern) seal() { *p = *p.sealed() }
+
+// sealed returns the Pattern if it is sealed, or a copy that is.
+func (p *Pattern) sealed() *Pattern {
 	if p.open == nil {
-		return
+		return p
 	}
 	groups := make([]sealed, 0, len(p.open))
 	var masks []uint16
@@ -122,28 +138,47 @@ func (p *Pattern) seal() {
 		}
 		groups = append(groups, s)
 	}
-	p.open, p.groups, p.masks = nil, groups, slices.Clip(masks)
+	return &Pattern{groups: groups, masks: slices.Clip(masks)}
+}
+
+// word returns word i of the pages that the pattern has of the group, and of those of
+// them that are the template's. masks are the pattern's.
+func (s *sealed) word(masks []uint16, i int) (pages, same uint64) {
+	shift := i * unitsPerWord
+	units := s.units >> shift & (1<<unitsPerWord - 1)
+	if units == 0 {
+		return 0, 0
+	}
+	partial, mixed := s.units&^s.whole, s.units&^(s.allSame|s.noneSame)
+	if (partial|mixed)>>shift&units == 0 {
+		return spread(units), spread(s.allSame >> shift)
+	}
+	before := uint32(1)<<shift - 1
+	masks = masks[int(s.first)+bits.OnesCount32(partial&before)+bits.OnesCount32(mixed&before):]
+	for ; units != 0; units &= units - 1 {
+		u := bits.TrailingZeros32(units)
+		bit := uint32(1) << (shift + u)
+		p, left := uint64(math.MaxUint16), uint64(0)
+		if partial&bit != 0 {
+			p, masks = uint64(masks[0]), masks[1:]
+		}
+		switch {
+		case s.allSame&bit != 0:
+			left = p
+		case mixed&bit != 0:
+			left, masks = uint64(masks[0]), masks[1:]
+		}
+		pages |= p << (u * UnitPages)
+		same |= left << (u * UnitPages)
+	}
+	return pages, same
 }
 
 // unseal returns what was sealed.
 func (p *Pattern) unseal(s *sealed) (m memory) {
 	m.order = s.order
-	masks := p.masks[s.first:]
-	for units := s.units; units != 0; units &= units - 1 {
-		u := bits.TrailingZeros32(units)
-		bit := uint32(1) << u
-		pages, same := uint16(math.MaxUint16), uint16(0)
-		if s.whole&bit == 0 {
-			pages, masks = masks[0], masks[1:]
-		}
-		switch {
-		case s.allSame&bit != 0:
-			same = pages
-		case s.noneSame&bit == 0:
-			same, masks = masks[0], masks[1:]
-		}
-		m.pages.setUnit(u, pages)
-		m.same.setUnit(u, same)
+	for i := range m.pages {
+		m.pages[i], m.same[i] = s.word(p.masks, i)
 	}
 	return m
 }

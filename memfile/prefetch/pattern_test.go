@@ -9,6 +9,10 @@ import (
 	"pgregory.net/rapid"
 )
 
+func (m *bitmap) setUnit(u int, pages uint16) {
+	m[u*UnitPages/64] |= uint64(pages) << (u * UnitPages % 64)
+}
+
 // TestSeal: a sealed pattern says what it said when it was open, and takes less.
 func TestSeal(t *testing.T) {
 	require.Equal(t, uintptr(sealedBytes), unsafe.Sizeof(sealed{}))

@@ -14,6 +14,8 @@ type History struct {
 	learn    sync.Mutex
 	patterns []*Pattern
 	salt     uint64
+	// index is of the patterns and the step in progress, or nil.
+	index *index
 
 	// mu protects the present step.
 	mu     sync.Mutex
@@ -24,7 +26,9 @@ type History struct {
 	seen     map[uint64]struct{}
 	clock    uint32
 	faults   int
-	total    Quality
+	// predicted is how many pages were predicted for the step.
+	predicted int
+	total     Quality
 }
 
 // A group is what the present step has done to GroupPages pages.
@@ -78,11 +82,15 @@ func New() *History {
 	return h
 }
 
+// beginStep forgets the present step.
+//
+// Preconditions: h.learn and h.mu are locked.
 func (h *History) beginStep() {
+	h.index = nil
 	h.groups = make(map[uint64]*group)
 	h.seen = make(map[uint64]struct{})
 	h.evidence = nil
-	h.clock, h.faults = 0, 0
+	h.clock, h.faults, h.predicted = 0, 0, 0
 }
 
 // Wanted tells that pages [first, end) were restored on demand.
@@ -90,11 +98,7 @@ func (h *History) Wanted(first, end uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for p := first; p < end; p++ {
-		g := h.groups[p/GroupPages]
-		if g == nil {
-			g = new(group)
-			h.groups[p/GroupPages] = g
-		}
+		g := h.group(p / GroupPages)
 		g.touched.set(p % GroupPages)
 		h.stamp(g)
 	}
@@ -113,12 +117,19 @@ func (h *History) Wanted(first, end uint64) {
 func (h *History) Wrote(p uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	g := h.groups[p/GroupPages]
+	h.group(p / GroupPages).wrote.set(p % GroupPages)
+}
+
+// group returns what the present step has done to group n.
+//
+// Preconditions: h.mu is locked.
+func (h *History) group(n uint64) *group {
+	g := h.groups[n]
 	if g == nil {
 		g = new(group)
-		h.groups[p/GroupPages] = g
+		h.groups[n] = g
 	}
-	g.wrote.set(p % GroupPages)
+	return g
 }
 
 // Same tells that, of the pages from first on, those with a bit in pages turned
@@ -129,6 +140,7 @@ func (h *History) Same(first uint64, pages uint64) {
 	if len(h.patterns) == 0 {
 		return
 	}
+	h.index = nil // Its copy of the open pattern is not true any more.
 	last := h.patterns[len(h.patterns)-1]
 	for ; pages != 0; pages &= pages - 1 {
 		p := first + uint64(bits.TrailingZeros64(pages))
@@ -177,7 +189,9 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 	if len(h.patterns) == 0 {
 		return nil
 	}
-	belief := h.believe()
+	x := h.indexed()
+	likelihood := h.believe(x)
+	belief := likelihood[:len(h.patterns)]
 	best := 0
 	for k, b := range belief {
 		if b > belief[best] {
@@ -185,44 +199,27 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 		}
 	}
 
-	// The groups of all patterns that matter, in the order of the likeliest.
-	type entry struct {
-		n     uint64
-		order uint32
-	}
-	var entries []entry
-	listed := make(map[uint64]bool)
-	list := func(n uint64, order uint32) {
-		if !listed[n] {
-			listed[n] = true
-			entries = append(entries, entry{n, order})
-		}
-	}
-	h.patterns[best].each(func(n uint64, order, _ uint32) { list(n, order) })
-	for _, p := range h.patterns {
-		p.each(func(n uint64, _, _ uint32) { list(n, math.MaxUint32) })
-	}
-	slices.SortFunc(entries, func(a, b entry) int {
-		if a.order != b.order {
-			return cmp.Compare(a.order, b.order)
-		}
-		return cmp.Compare(a.n, b.n)
-	})
-
 	// What nearly every step wants, whatever its kind, needs no evidence.
-	prior := make([]float64, len(h.patterns))
-	if len(prior) >= sureSteps {
-		for k := range prior {
-			prior[k] = 1 / float64(len(prior))
+	var prior [MaxPatterns]float64
+	if n := len(h.patterns); n >= sureSteps {
+		for k := range n {
+			prior[k] = 1 / float64(n)
 		}
 	}
+	surely, likely := newVote(prior[:], sure), newVote(belief, 0.5)
 	h.salt++
 	room := h.room(minFaults)
 	var runs []Run
-	for _, e := range entries {
-		mask, same := h.likely(e.n, prior, sure)
+	for _, at := range x.inOrderOf(best) {
+		i := int(uint32(at))
+		n, row := uint64(x.numbers[i]), x.row(i)
+		open := h.open(n)
+		if open == 0 {
+			continue
+		}
+		mask, same := surely.likely(x, row, open)
 		if room > 0 {
-			more, moreSame := h.likely(e.n, belief, 0.5)
+			more, moreSame := likely.likely(x, row, open)
 			for i := range mask {
 				same[i] = same[i]&^more[i] | moreSame[i]
 				mask[i] |= more[i]
@@ -235,46 +232,67 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 		// time: what a unit of faults has one of is restored as before. (Leaving
 		// out single pages cost 70 % more faults on lsp, and more processor time
 		// than it saved.)
-		var written bitmap
-		for i := range written {
-			written[i] = mask[i] &^ same[i]
-		}
-		for i, w := range unitPages(written.units()) {
-			same[i] &^= w
+		for i := range same {
+			same[i] &^= spread(gather(mask[i] &^ same[i]))
 		}
 		h.mu.Lock()
-		g := h.groups[e.n]
-		if g == nil {
-			g = new(group)
-			h.groups[e.n] = g
-		}
+		g := h.group(n)
+		before := g.predicted.units()
 		for i, w := range mask {
 			fresh := w &^ g.touched[i] &^ g.predicted[i]
 			for s := fresh & same[i]; s != 0; s &= s - 1 {
-				if isTemplate(e.n*GroupPages + uint64(i)*64 + uint64(bits.TrailingZeros64(s))) {
+				if isTemplate(n*GroupPages + uint64(i)*64 + uint64(bits.TrailingZeros64(s))) {
 					fresh &^= s & -s
 				}
 			}
 			g.predicted[i] |= fresh
-			h.total.Predicted += uint64(bits.OnesCount64(fresh))
-			room -= bits.OnesCount64(fresh)
-			for ; fresh != 0; fresh &= fresh - 1 {
-				j := uint64(i)*64 + uint64(bits.TrailingZeros64(fresh))
-				p := e.n*GroupPages + j
+			count := bits.OnesCount64(fresh)
+			h.predicted += count
+			h.total.Predicted += uint64(count)
+			room -= count
+			for fresh != 0 {
+				// A run of pages of one unit.
+				j := bits.TrailingZeros64(fresh)
+				k := min(bits.TrailingZeros64(^(fresh >> j)), UnitPages-j%UnitPages)
+				fresh &^= (1<<k - 1) << j
+				p := n*GroupPages + uint64(i*64+j)
 				sample := (p/UnitPages+h.salt)%SampleEvery == 0
 				if sample {
-					g.sampled |= 1 << (j / UnitPages)
+					g.sampled |= 1 << (p / UnitPages % unitsPerGroup)
 				}
-				if k := len(runs) - 1; k >= 0 && runs[k].End == p && runs[k].Map == !sample {
-					runs[k].End++
-				} else {
-					runs = append(runs, Run{p, p + 1, !sample})
-				}
+				runs = appendRun(runs, Run{p, p + uint64(k), !sample})
 			}
 		}
+		after := g.predicted.units()
 		h.mu.Unlock()
+		x.predicted(i, after&^before)
 	}
 	return runs
+}
+
+// appendRun appends r to runs, or to the last of them.
+func appendRun(runs []Run, r Run) []Run {
+	if k := len(runs) - 1; k >= 0 && runs[k].End == r.First && runs[k].Map == r.Map {
+		runs[k].End = r.End
+		return runs
+	}
+	return append(runs, r)
+}
+
+// open returns the units of group n that have pages that the step has neither wanted
+// nor was predicted to want.
+func (h *History) open(n uint64) uint32 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	g := h.groups[n]
+	if g == nil {
+		return math.MaxUint32
+	}
+	var open bitmap
+	for i := range open {
+		open[i] = ^(g.touched[i] | g.predicted[i])
+	}
+	return open.units()
 }
 
 // room returns how many pages may be predicted now: the more faults the step has
@@ -282,114 +300,7 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 func (h *History) room(minFaults int) int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	n := max(h.faults, minFaults) * budget
-	for _, g := range h.groups {
-		n -= g.predicted.count()
-	}
-	return n
-}
-
-// believe returns how likely the present step is of each pattern's kind. What is
-// missing to 1 is the likelihood of a new kind.
-//
-// Preconditions: h.learn is locked.
-func (h *History) believe() []float64 {
-	h.mu.Lock()
-	evidence := slices.Clone(h.evidence)
-	predicted := make(map[uint64]uint32, len(h.groups))
-	for n, g := range h.groups {
-		if u := g.predicted.units(); u != 0 {
-			predicted[n] = u
-		}
-	}
-	h.mu.Unlock()
-
-	all := make(map[uint64]uint32)
-	have := make([]map[uint64]uint32, len(h.patterns))
-	size := make([]float64, len(h.patterns))
-	for k, p := range h.patterns {
-		have[k] = make(map[uint64]uint32, p.len())
-		p.each(func(n uint64, _, u uint32) {
-			have[k][n] = u
-			all[n] |= u
-			// What has been predicted does not fault any more.
-			size[k] += float64(bits.OnesCount32(u &^ predicted[n]))
-		})
-	}
-	units := 0.0
-	for _, u := range all {
-		units += float64(bits.OnesCount32(u))
-	}
-
-	// Logarithms, as the products vanish.
-	logs := make([]float64, len(h.patterns)+1)
-	for k := range h.patterns {
-		hits := 0
-		for _, u := range evidence {
-			if have[k][u/unitsPerGroup]>>(u%unitsPerGroup)&1 != 0 {
-				hits++
-			}
-		}
-		logs[k] = float64(len(h.patterns)-1-k)*math.Log(decay) +
-			float64(hits)*math.Log((1-stray)/max(size[k], float64(hits), 1)) +
-			float64(len(evidence)-hits)*math.Log(stray/max(units, 1))
-	}
-	logs[len(h.patterns)] = math.Log(novelWeight*float64(len(h.patterns))) -
-		float64(len(evidence))*math.Log(max(novelSpace*units, 1))
-	top := slices.Max(logs)
-	sum := 0.0
-	for k, l := range logs {
-		logs[k] = math.Exp(l - top)
-		sum += logs[k]
-	}
-	for k := range logs {
-		logs[k] /= sum
-	}
-	return logs[:len(h.patterns)]
-}
-
-// likely returns the pages of group n that the step wants with a likelihood of
-// at least the threshold, and those of them that it is likely to leave as the
-// template has them.
-//
-// Preconditions: h.learn is locked.
-func (h *History) likely(n uint64, belief []float64, threshold float64) (mask, same bitmap) {
-	var ms []memory
-	var ws []float64
-	for k, b := range belief {
-		if b < negligible {
-			continue
-		}
-		if m, ok := h.patterns[k].group(n); ok {
-			ms, ws = append(ms, m), append(ws, b)
-		}
-	}
-	for i := range mask {
-		some := uint64(0)
-		for k := range ms {
-			some |= ms[k].pages[i]
-		}
-		for ; some != 0; some &= some - 1 {
-			bit := some & -some
-			sum, left := 0.0, 0.0
-			for k := range ms {
-				m := &ms[k]
-				if m.pages[i]&bit != 0 {
-					sum += ws[k]
-					if m.same[i]&bit != 0 {
-						left += ws[k]
-					}
-				}
-			}
-			if sum >= threshold {
-				mask[i] |= bit
-				if left > sum*mostlySame {
-					same[i] |= bit
-				}
-			}
-		}
-	}
-	return mask, same
+	return max(h.faults, minFaults)*budget - h.predicted
 }
 
 // EndStep tells that a step has ended: its pages are being evicted.
@@ -408,6 +319,7 @@ func (h *History) EndStep() {
 func (h *History) Seal() {
 	h.learn.Lock()
 	defer h.learn.Unlock()
+	h.index = nil // The sandbox may wait now; the next step makes another.
 	h.sealLast()
 }
 
@@ -489,6 +401,7 @@ func (h *History) MetadataBytes() uint64 {
 	for _, p := range h.patterns {
 		n += p.bytes()
 	}
+	n += h.index.bytes(h.patterns)
 	h.learn.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -1,6 +1,7 @@
 package prefetch
 
 import (
+	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -228,6 +229,10 @@ func TestBitmaps(t *testing.T) {
 		for i := range uint64(GroupPages) {
 			require.Equal(t, units>>(i/UnitPages)&1 == 1, m.has(i))
 		}
+		for i := range m {
+			m[i] = rapid.Uint64().Draw(t, "pages") & rapid.Uint64().Draw(t, "and")
+		}
+		require.Equal(t, referenceUnits(&m), m.units())
 	})
 }
 
@@ -293,25 +298,75 @@ func BenchmarkWanted(b *testing.B) {
 	}
 }
 
-// BenchmarkPredict: a step of one of six kinds, 100 MiB each.
+// BenchmarkPredict has all Predict calls of a step, of one of several kinds of which
+// MaxPatterns were learnt: now, and before it was made fast.
 func BenchmarkPredict(b *testing.B) {
-	h := New()
-	for range 2 {
-		for k := range uint64(6) {
-			h.Wanted(k*12000, k*12000+25000)
-			h.EndStep()
-		}
+	r := rand.New(rand.NewPCG(1, 2))
+	s := newStepper(r, 4, 118)
+	var synthetic [][][2]uint64
+	for k := range MaxPatterns + 8 {
+		synthetic = append(synthetic, s.step(k%4, 5))
 	}
-	for b.Loop() {
-		h.Wanted(30000, 30016)
-		h.Wanted(40000, 40016)
-		h.Predict(0, noTemplate)
+	for name, steps := range map[string][][][2]uint64{
+		// 60,000 pages, of which a step wants 10,000 to 15,000.
+		"synthetic": synthetic,
+		"recorded":  realSteps(b),
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.Run("now", func(b *testing.B) { benchmarkPredict(b, steps, (*History).Predict) })
+			b.Run("before", func(b *testing.B) { benchmarkPredict(b, steps, referencePredict) })
+		})
+	}
+}
+
+func benchmarkPredict(b *testing.B, steps [][][2]uint64, predict func(h *History, minFaults int, isTemplate func(uint64) bool) []Run) {
+	h := New()
+	for _, s := range steps[:MaxPatterns] {
+		for _, f := range s {
+			h.Wanted(f[0], f[0]+f[1])
+		}
+		h.EndStep()
+	}
+	h.Seal()
+	steps = steps[MaxPatterns:]
+	before, most := h.MetadataBytes(), uint64(0)
+	n := 0
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
 		b.StopTimer()
+		s := steps[i%len(steps)]
+		done := map[uint64]bool{}
+		for call := range 8 {
+			// Evidence doubles from call to call.
+			from, to := 0, len(s)>>(7-call)
+			if call != 0 {
+				from = len(s) >> (8 - call)
+			}
+			for _, f := range s[from:to] {
+				if !done[f[0]] {
+					h.Wanted(f[0], f[0]+f[1])
+				}
+			}
+			b.StartTimer()
+			runs := predict(h, eager, noTemplate)
+			b.StopTimer()
+			for _, r := range runs {
+				n += int(r.End - r.First)
+				for p := r.First; p < r.End; p++ {
+					done[p] = true
+				}
+			}
+		}
+		most = max(most, h.MetadataBytes())
+		h.learn.Lock()
 		h.mu.Lock()
 		h.beginStep()
 		h.mu.Unlock()
+		h.learn.Unlock()
 		b.StartTimer()
 	}
+	b.ReportMetric(float64(n)/float64(b.N), "pages/op")
+	b.ReportMetric(float64(most-before), "metadata-B")
 }
 
 func BenchmarkEndStep(b *testing.B) {

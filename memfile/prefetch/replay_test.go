@@ -82,17 +82,21 @@ func replaySteps(h *History, steps [][][2]uint64) (res replay) {
 	return res
 }
 
-// TestRealSteps: predictions are worth their cost on the steps of a real agent's
-// sandbox. The limits are a little below what is reached.
-func TestRealSteps(t *testing.T) {
+// realSteps returns the recorded steps of a real agent's sandbox.
+func realSteps(t testing.TB) (steps [][][2]uint64) {
 	f, err := os.Open("testdata/steps-swe.json.gz")
 	require.NoError(t, err)
 	defer f.Close()
 	z, err := gzip.NewReader(f)
 	require.NoError(t, err)
-	var steps [][][2]uint64
 	require.NoError(t, json.NewDecoder(z).Decode(&steps))
+	return steps
+}
 
+// TestRealSteps: predictions are worth their cost on the steps of a real agent's
+// sandbox. The limits are a little below what is reached.
+func TestRealSteps(t *testing.T) {
+	steps := realSteps(t)
 	h := New()
 	r := replaySteps(h, steps)
 	precision, recall := float64(r.useful)/float64(r.predicted), float64(r.useful)/float64(r.wanted)
