@@ -14,6 +14,15 @@ type bitmap [GroupPages / 64]uint64
 func (m *bitmap) set(i uint64)      { m[i/64] |= 1 << (i % 64) }
 func (m *bitmap) has(i uint64) bool { return m[i/64]>>(i%64)&1 != 0 }
 
+// setRange sets bits [first, end).
+func (m *bitmap) setRange(first, end uint64) {
+	for first < end {
+		next := min(end, (first/64+1)*64)
+		m[first/64] |= math.MaxUint64 >> (64 - (next - first)) << (first % 64)
+		first = next
+	}
+}
+
 // unitsPerWord is how many units the pages of a word of a bitmap are of.
 const unitsPerWord = 64 / UnitPages
 

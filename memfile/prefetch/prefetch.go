@@ -97,10 +97,13 @@ func (h *History) beginStep() {
 func (h *History) Wanted(first, end uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for p := first; p < end; p++ {
-		g := h.group(p / GroupPages)
-		g.touched.set(p % GroupPages)
+	for p := first; p < end; {
+		n := p / GroupPages
+		g := h.group(n)
 		h.stamp(g)
+		next := min(end, (n+1)*GroupPages)
+		g.touched.setRange(p%GroupPages, p%GroupPages+next-p)
+		p = next
 	}
 	h.total.Wanted += end - first
 	h.faults++
@@ -142,10 +145,12 @@ func (h *History) Same(first uint64, pages uint64) {
 	}
 	h.index = nil // Its copy of the open pattern is not true any more.
 	last := h.patterns[len(h.patterns)-1]
-	for ; pages != 0; pages &= pages - 1 {
-		p := first + uint64(bits.TrailingZeros64(pages))
-		if m := last.open[p/GroupPages]; m != nil && !m.wrote.has(p%GroupPages) {
-			m.same.set(p % GroupPages)
+	// The pages are of two words of bitmaps.
+	for i, w := range [2]uint64{pages << (first % 64), pages >> (64 - first%64)} {
+		p := (first/64 + uint64(i)) * 64
+		if m := last.open[p/GroupPages]; w != 0 && m != nil {
+			j := p % GroupPages / 64
+			m.same[j] |= w &^ m.wrote[j]
 		}
 	}
 }

@@ -378,6 +378,31 @@ func BenchmarkEndStep(b *testing.B) {
 	}
 }
 
+// BenchmarkSame is of the pages of one eviction.
+func BenchmarkSame(b *testing.B) {
+	h := New()
+	h.Wanted(0, 25000)
+	h.EndStep()
+	for b.Loop() {
+		for p := uint64(0); p < 25000; p += 64 {
+			h.Same(p, 0x00ffffff00ffffff)
+		}
+	}
+}
+
+// BenchmarkRecordedSteps has what faults and evictions tell of recorded steps.
+func BenchmarkRecordedSteps(b *testing.B) {
+	steps := realSteps(b)
+	h := New()
+	for i := 0; b.Loop(); i++ {
+		for _, f := range steps[i%len(steps)] {
+			h.Wanted(f[0], f[0]+f[1])
+		}
+		h.EndStep()
+		h.Seal()
+	}
+}
+
 func noTemplate(uint64) bool { return false }
 
 // TestSame has steps that write to some of the template's pages and read others
