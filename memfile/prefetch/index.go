@@ -20,6 +20,10 @@ type index struct {
 	// group among the pattern's, from 1, or 0 if it has none.
 	numbers []uint32
 	rows    []uint32
+	// sure is what nearly every step wants of the groups, whatever its kind:
+	// sureAt has for each group the place in it, from 1, or 0 if that is nothing.
+	sure   []wish
+	sureAt []uint32
 	// order is where the groups are sorted for a call.
 	order []uint64
 
@@ -32,6 +36,15 @@ type index struct {
 	hits   [MaxPatterns]int
 	looked int
 }
+
+// A wish is the pages of a group that a step is likely to want, and those of them that
+// it is likely to leave as the template has them.
+type wish struct {
+	pages, same bitmap
+}
+
+// wishBytes is the size of a wish.
+const wishBytes = 2 * GroupPages / 8
 
 // indexed returns the index of the step in progress.
 //
@@ -75,9 +88,40 @@ func (h *History) indexed() *index {
 		x.numbers = append(x.numbers, n)
 		x.units += bits.OnesCount32(all)
 	}
-	x.numbers, x.rows = slices.Clip(x.numbers), slices.Clip(x.rows)
+	// They stay for the step: without the room that they have grown into.
+	x.numbers, x.rows = slices.Clone(x.numbers), slices.Clone(x.rows)
+	x.decideSure()
 	h.index = x
 	return x
+}
+
+// decideSure makes up what nearly every step wants: it needs no evidence.
+func (x *index) decideSure() {
+	n := len(x.patterns)
+	x.sureAt = make([]uint32, len(x.numbers))
+	if n < sureSteps {
+		return
+	}
+	weights := make([]float64, n)
+	for k := range weights {
+		weights[k] = 1 / float64(n)
+	}
+	v := newVote(weights, sure)
+	for i := range x.numbers {
+		if w := v.likely(x, x.row(i), math.MaxUint32); w.pages != (bitmap{}) {
+			x.sure = append(x.sure, w)
+			x.sureAt[i] = uint32(len(x.sure))
+		}
+	}
+	x.sure = slices.Clone(x.sure)
+}
+
+// surely returns what nearly every step wants of the i-th group.
+func (x *index) surely(i int) wish {
+	if at := x.sureAt[i]; at != 0 {
+		return x.sure[at-1]
+	}
+	return wish{}
 }
 
 // predictedUnits returns the units of group n that were predicted in this step.
@@ -177,5 +221,6 @@ func (x *index) bytes(patterns []*Pattern) (n uint64) {
 			n += p.bytes()
 		}
 	}
-	return n + uint64(len(x.patterns)+cap(x.order))*8 + uint64(cap(x.numbers)+cap(x.rows))*4 + 500
+	return n + uint64(len(x.patterns)+cap(x.order))*8 +
+		uint64(cap(x.numbers)+cap(x.rows)+cap(x.sureAt))*4 + uint64(cap(x.sure))*wishBytes + 500
 }

@@ -80,13 +80,13 @@ func newVote(weights []float64, threshold float64) *vote {
 const rounding = 1e-9
 
 // likely returns the pages of a group that the step wants with a likelihood of at least
-// the threshold, and those of them that it is likely to leave as the template has them.
-// row is the group's in the index. Units that are not in open are left out.
+// the threshold. row is the group's in the index. Units that are not in open are left
+// out.
 //
 // The sums are the same, to the last bit, as if they were made for each page alone:
 // weights are added in the order of the patterns. Pages that cannot reach the threshold
 // any more are dropped on the way.
-func (v *vote) likely(x *index, row []uint32, open uint32) (mask, same bitmap) {
+func (v *vote) likely(x *index, row []uint32, open uint32) (likely wish) {
 	var (
 		n       int
 		groups  [MaxPatterns]*sealed
@@ -108,7 +108,7 @@ func (v *vote) likely(x *index, row []uint32, open uint32) (mask, same bitmap) {
 		rest -= weights[i]
 	}
 	if rest > 0 {
-		return mask, same
+		return likely
 	}
 
 	t := &v.tally
@@ -121,7 +121,7 @@ func (v *vote) likely(x *index, row []uint32, open uint32) (mask, same bitmap) {
 	for _, c := range t.classes[:t.n] {
 		units |= c.pages
 	}
-	for i := range mask {
+	for i := range likely.pages {
 		some := uint32(units >> (i * unitsPerWord) & (1<<unitsPerWord - 1))
 		if some == 0 {
 			continue
@@ -133,12 +133,12 @@ func (v *vote) likely(x *index, row []uint32, open uint32) (mask, same bitmap) {
 		}
 		for _, c := range t.classes[:t.n] {
 			if c.sum >= v.threshold {
-				mask[i] |= c.pages
+				likely.pages[i] |= c.pages
 				if c.left > c.sum*mostlySame {
-					same[i] |= c.pages
+					likely.same[i] |= c.pages
 				}
 			}
 		}
 	}
-	return mask, same
+	return likely
 }

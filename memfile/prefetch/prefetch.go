@@ -204,48 +204,41 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 		}
 	}
 
-	// What nearly every step wants, whatever its kind, needs no evidence.
-	var prior [MaxPatterns]float64
-	if n := len(h.patterns); n >= sureSteps {
-		for k := range n {
-			prior[k] = 1 / float64(n)
-		}
-	}
-	surely, likely := newVote(prior[:], sure), newVote(belief, 0.5)
+	kind := newVote(belief, 0.5)
 	h.salt++
 	room := h.room(minFaults)
 	var runs []Run
-	for _, at := range x.inOrderOf(best) {
-		i := int(uint32(at))
-		n, row := uint64(x.numbers[i]), x.row(i)
+	for _, next := range x.inOrderOf(best) {
+		at := int(uint32(next))
+		n := uint64(x.numbers[at])
 		open := h.open(n)
 		if open == 0 {
 			continue
 		}
-		mask, same := surely.likely(x, row, open)
+		w := x.surely(at)
 		if room > 0 {
-			more, moreSame := likely.likely(x, row, open)
-			for i := range mask {
-				same[i] = same[i]&^more[i] | moreSame[i]
-				mask[i] |= more[i]
+			more := kind.likely(x, x.row(at), open)
+			for i := range w.pages {
+				w.same[i] = w.same[i]&^more.pages[i] | more.same[i]
+				w.pages[i] |= more.pages[i]
 			}
 		}
-		if mask == (bitmap{}) {
+		if w.pages == (bitmap{}) {
 			continue
 		}
 		// Where a step writes to one page it may write to its neighbours the next
 		// time: what a unit of faults has one of is restored as before. (Leaving
 		// out single pages cost 70 % more faults on lsp, and more processor time
 		// than it saved.)
-		for i := range same {
-			same[i] &^= spread(gather(mask[i] &^ same[i]))
+		for i, p := range w.pages {
+			w.same[i] &^= spread(gather(p &^ w.same[i]))
 		}
 		h.mu.Lock()
 		g := h.group(n)
 		before := g.predicted.units()
-		for i, w := range mask {
-			fresh := w &^ g.touched[i] &^ g.predicted[i]
-			for s := fresh & same[i]; s != 0; s &= s - 1 {
+		for i, p := range w.pages {
+			fresh := p &^ g.touched[i] &^ g.predicted[i]
+			for s := fresh & w.same[i]; s != 0; s &= s - 1 {
 				if isTemplate(n*GroupPages + uint64(i)*64 + uint64(bits.TrailingZeros64(s))) {
 					fresh &^= s & -s
 				}
@@ -270,7 +263,7 @@ func (h *History) Predict(minFaults int, isTemplate func(page uint64) bool) []Ru
 		}
 		after := g.predicted.units()
 		h.mu.Unlock()
-		x.predicted(i, after&^before)
+		x.predicted(at, after&^before)
 	}
 	return runs
 }

@@ -1,6 +1,7 @@
 package prefetch
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"testing"
 
@@ -298,8 +299,8 @@ func BenchmarkWanted(b *testing.B) {
 	}
 }
 
-// BenchmarkPredict has all Predict calls of a step, of one of several kinds of which
-// MaxPatterns were learnt: now, and before it was made fast.
+// BenchmarkPredict has the Predict calls of a step, of one of several kinds of which
+// MaxPatterns were learnt, or the first of them: now, and before it was made fast.
 func BenchmarkPredict(b *testing.B) {
 	r := rand.New(rand.NewPCG(1, 2))
 	s := newStepper(r, 4, 118)
@@ -313,13 +314,15 @@ func BenchmarkPredict(b *testing.B) {
 		"recorded":  realSteps(b),
 	} {
 		b.Run(name, func(b *testing.B) {
-			b.Run("now", func(b *testing.B) { benchmarkPredict(b, steps, (*History).Predict) })
-			b.Run("before", func(b *testing.B) { benchmarkPredict(b, steps, referencePredict) })
+			for _, calls := range []int{1, 8} {
+				b.Run(fmt.Sprint("calls=", calls, "/now"), func(b *testing.B) { benchmarkPredict(b, steps, calls, (*History).Predict) })
+				b.Run(fmt.Sprint("calls=", calls, "/before"), func(b *testing.B) { benchmarkPredict(b, steps, calls, referencePredict) })
+			}
 		})
 	}
 }
 
-func benchmarkPredict(b *testing.B, steps [][][2]uint64, predict func(h *History, minFaults int, isTemplate func(uint64) bool) []Run) {
+func benchmarkPredict(b *testing.B, steps [][][2]uint64, calls int, predict func(h *History, minFaults int, isTemplate func(uint64) bool) []Run) {
 	h := New()
 	for _, s := range steps[:MaxPatterns] {
 		for _, f := range s {
@@ -336,7 +339,7 @@ func benchmarkPredict(b *testing.B, steps [][][2]uint64, predict func(h *History
 		b.StopTimer()
 		s := steps[i%len(steps)]
 		done := map[uint64]bool{}
-		for call := range 8 {
+		for call := range calls {
 			// Evidence doubles from call to call.
 			from, to := 0, len(s)>>(7-call)
 			if call != 0 {
