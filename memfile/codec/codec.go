@@ -136,9 +136,9 @@
 //	         plus TierMid                310 Ki
 //	         plus TierDeep               324 Ki
 //	         plus TierDeep with base      70 Ki for zstd blocks; also TierMax
-//	Decoder  without zstd blobs           3200
+//	Decoder  without zstd blobs           4864
 //	         with zstd blobs               44 Ki, most of it in pools of the library
-//	Models   of word deltas, of words     104 Ki each, once per process (0.2 ms)
+//	Models   of word deltas, of words     109 Ki each, once per process (0.2 ms)
 //
 // All of it is created on first use. The zstd states live until the Encoder or
 // the Decoder is dropped; neither has goroutines or finalizers, so both can be

@@ -14,7 +14,7 @@ type Decoder struct {
 	z *zstdDecoder
 	// scratch holds a blob behind its restored headers. Working on a copy also
 	// keeps the decoders away from what lies behind the caller's blob.
-	scratch [len(zstdBasePrefix) + zstdBlockHeader + MaxEncoded]byte
+	scratch input
 }
 
 // zstdDecoder decodes frames with and without a base.
@@ -97,7 +97,7 @@ func (d *Decoder) s2(dst *Page, blob []byte) (err error) {
 
 func (d *Decoder) words(dst *Page, tag Tag, m *model, blob []byte, base *Page) (err error) {
 	defer d.recovered(tag, &err)
-	if !m.decode(dst, blob, base) {
+	if !m.decode(&d.scratch, dst, blob, base) {
 		err = fmt.Errorf("%w: %v of %d bytes", ErrCorrupt, tag, len(blob))
 	}
 	return err

@@ -187,6 +187,8 @@ type model struct {
 	nearCost uint32
 	// symbols says whose interval it is, probOne entries per table.
 	symbols []uint8
+	// literals is how a word's bytes are written, by op and symbol of the span.
+	literals [numLiterals][spanCount]literal
 }
 
 const costBit = 64
@@ -215,6 +217,11 @@ func newModel(tables *[numContexts]uint8, widths [][]uint16) *model {
 		m.tables[c] = plainTable
 		if t != noTable {
 			m.tables[c] = list[t]
+		}
+	}
+	for o := opLiteral; o < numOps; o++ {
+		for sym := range spanCount {
+			m.literals[o-opLiteral][sym] = m.literalOf(o, sym)
 		}
 	}
 	m.averages()

@@ -56,30 +56,49 @@ var reciprocals = func() (r [probOne + 1]uint32) {
 	return r
 }()
 
-// ransPlain decodes n bits that plainCode coded.
-func ransPlain(in []byte, pos int, x uint32, n int) (v, newPos int, newX uint32) {
-	shift := probBits - n
-	slot := x & (probOne - 1)
-	x = x>>probBits<<shift + slot&(1<<shift-1)
-	for x < ransLow && pos < len(in) {
-		x = x<<8 | uint32(in[pos])
-		pos++
-	}
-	return int(slot >> shift), pos, x
-}
-
-// symbol decodes a symbol of table t from in[pos:] and state x. At the end of
-// in it returns an arbitrary symbol and a state that no encoder ends with.
-func (m *model) symbol(in []byte, pos int, x uint32, t table) (sym uint32, newPos int, newX uint32) {
+// next decodes a symbol of table t from state x and what is at pos. Beyond the
+// end of a blob it goes on with what is there; no encoder ends with a pos there.
+//
+// That a byte is needed is like the toss of a coin, so there must be no branch
+// that says so; and there is none only in a function, because in a loop the
+// compiler makes no conditional move of what an address depends on. A second byte
+// is needed after some symbols less probable than 1/256, and a third never, except
+// after a first state below ransLow, which no encoder writes: what a symbol leaves
+// of a state is at least ransLow >> probBits.
+//
+//go:noinline
+func (m *model) next(in *input, t table, x uint32, pos int) (sym, newX uint32, newPos int) {
 	slot := x & (probOne - 1)
 	sym = uint32(m.symbols[uint32(t)>>16<<probBits+slot])
 	c := uint32(m.codes[uint32(t)&0xffff+sym])
-	x = c&0xffff*(x>>probBits) + slot - c>>16
-	for x < ransLow && pos < len(in) {
-		x = x<<8 | uint32(in[pos])
+	x = c&0xffff*(x>>probBits) + (slot - c>>16)
+	more := x<<8 | uint32(in[inputBefore+pos&inputMask])
+	before := x
+	pos += int((x - ransLow) >> 31)
+	if before < ransLow {
+		x = more
+	}
+	if x < ransLow {
+		x, pos = refill(in, x, pos)
+	}
+	return sym, x, pos
+}
+
+// refill reads bytes until x is a state between two symbols, or there are no more.
+func refill(in *input, x uint32, pos int) (newX uint32, newPos int) {
+	for x < ransLow && pos <= inputMask {
+		x = x<<8 | uint32(in[inputBefore+pos&inputMask])
 		pos++
 	}
-	return sym, pos, x
+	return x, pos
+}
+
+// nextPlain decodes n bits that plainCode coded.
+func nextPlain(in *input, x uint32, pos, n int) (v int, newX uint32, newPos int) {
+	shift := probBits - n
+	slot := x & (probOne - 1)
+	x, pos = refill(in, x>>probBits<<shift+slot&(1<<shift-1), pos)
+	return int(slot >> shift), x, pos
 }
 
 // byteLen is the number of bytes that v needs.

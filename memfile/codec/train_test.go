@@ -269,7 +269,7 @@ func (m *model) total(t *testing.T, pairs []pair) (total float64) {
 			continue
 		}
 		total += float64(n)
-		if !m.decode(&got, buf[:n], p.base) || got != *p.page {
+		if !m.decode(new(input), &got, buf[:n], p.base) || got != *p.page {
 			t.Fatal("wrong page")
 		}
 	}
