@@ -190,8 +190,9 @@ func TestCrowdedIndex(t *testing.T) {
 			low, high = l, h
 		}
 	}
-	for i := range uint64(200) {
-		require.NoError(t, add(math.MaxUint64/2+i*(math.MaxUint64/500)))
+	const others = minPlaces / 5
+	for i := range uint64(others) {
+		require.NoError(t, add(math.MaxUint64/2+i*(math.MaxUint64/(others*5/2))))
 	}
 	for range wire.MaxProbe {
 		require.NoError(t, add(high))

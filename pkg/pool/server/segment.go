@@ -186,8 +186,8 @@ type index struct {
 }
 
 const (
-	// minPlaces makes the smallest index, 16 KiB.
-	minPlaces = 1<<10 - wire.MaxProbe + 1
+	// minPlaces makes the smallest index, 4 KiB.
+	minPlaces = 1<<8 - wire.MaxProbe + 1
 	// sparse: an index grows only if more than 1/sparse of it is in use.
 	// Otherwise somebody chooses pages so that their hashes collide: by chance
 	// that happens to one page in 10 million.
