@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"runtime"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -175,5 +176,119 @@ func BenchmarkOffer(b *testing.B) {
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1000, "ns/page")
 		})
+	}
+}
+
+// BenchmarkOverhead has sandboxes of a domain do what clones of one Python project did
+// (800 offers each, half of them with a sketch, of which one in four resembles one of one
+// sibling, 8 pages in common, 52 KB of patterns), and reports
+// what the pool says that it costs each of them beside the pages in use, in bytes.
+func BenchmarkOverhead(b *testing.B) {
+	for _, clients := range []int{2, 8, 100, 1000} {
+		b.Run(strconv.Itoa(clients), func(b *testing.B) {
+			for b.Loop() {
+				var now atomic.Uint32
+				now.Store(uint32(began))
+				s := newServer(Options{}, func() stamp { return stamp(now.Load()) })
+				benchOverhead(b, s, clients, func(d stamp) {
+					now.Add(uint32(d))
+					s.tick()
+				})
+				require.NoError(b, s.Close())
+			}
+		})
+	}
+}
+
+func benchOverhead(b *testing.B, s *Server, clients int, pass func(stamp)) {
+	const (
+		offers = 800
+		batch  = 50
+	)
+	content := func(who, i int) *codec.Page {
+		switch {
+		case i%100 == 7:
+			return page(uint64(i), 700)
+		case i%8 == 1:
+			return variant(page(uint64(who/2)<<16+uint64(i), 700), uint64(who))
+		default:
+			return page(uint64(1+who)<<32+uint64(i), 700)
+		}
+	}
+	var peers []*peer
+	for range clients {
+		peers = append(peers, newPeer(b, s, greeting("d")))
+	}
+	r := rand.New(rand.NewPCG(1, 1))
+	patterns := make([]byte, 52<<10)
+	for range len(patterns) / 20 {
+		patterns[r.IntN(len(patterns))] = 1 << r.IntN(8)
+	}
+	work := func(who int) {
+		p := peers[who]
+		p.sync(b)
+		wants, told, similar := p.view.wants, p.view.told, p.view.similar
+		p.view.wants, p.view.told, p.view.similar, p.view.shares = nil, nil, nil, nil
+		for _, w := range wants {
+			p.conn.message(publishMessage(wire.Content{Page: w, Template: wire.NoPage, Data: content(who, int(w.Cookie))}), -1)
+		}
+		spared := 0
+		for _, pl := range append(told, similar...) {
+			p.conn.message(refMessage(wire.Ref, pl.Loc), -1)
+		}
+		spared += 1000 * len(similar)
+		var w wire.Writer
+		w.Begin(wire.Usage, uint32(spared))
+		p.conn.message(w.Bytes(), -1)
+	}
+	for from := 0; from < offers; from += batch {
+		for who, p := range peers {
+			p.sync(b)
+			var plain []wire.Page
+			var sketched []*wire.Sketched
+			for i := from; i < from+batch; i++ {
+				c := content(who, i)
+				pg := wire.Page{Hash: p.view.hash(c), Cookie: uint32(i)}
+				if i%2 == 0 {
+					plain = append(plain, pg)
+				} else {
+					sketched = append(sketched, &wire.Sketched{Page: pg, Sketch: sketchOf(c), Alone: true})
+				}
+			}
+			p.conn.message(offerMessage(plain...), -1)
+			p.conn.message(resembleMessage(sketched...), -1)
+			for rest := patterns; len(rest) > 0 && from == 0; {
+				n := min(len(rest), wire.MaxPart)
+				var w wire.Writer
+				w.Begin(wire.Patterns, uint32(len(patterns)))
+				w.Body(rest[:n])
+				p.conn.message(w.Bytes(), -1)
+				rest = rest[n:]
+			}
+			work(who)
+		}
+		for who := range peers {
+			work(who)
+		}
+		pass(20 * second)
+	}
+	for range 3 {
+		for who := range peers {
+			work(who)
+		}
+		pass(20 * second)
+	}
+	st := s.Stats().Total
+	n := float64(clients)
+	b.ReportMetric(float64(st.Bytes-st.ReferencedBytes+st.HeapBytes)/n, "overhead-B/client")
+	b.ReportMetric(float64(st.HeapBytes)/n, "heap-B/client")
+	b.ReportMetric(float64(st.IndexBytes)/n, "index-B/client")
+	b.ReportMetric(float64(st.UnreferencedBytes)/n, "unreferenced-B/client")
+	b.ReportMetric(float64(st.SketchBytes)/n, "sketches-B/client")
+	b.ReportMetric(float64(st.Candidates)/n, "candidates/client")
+	b.ReportMetric(float64(st.Similar)/n, "similar/client")
+	b.ReportMetric(float64(st.Published), "published")
+	for _, p := range peers {
+		p.end()
 	}
 }
