@@ -124,7 +124,10 @@ type domain struct {
 	groups int
 
 	patterns []byte
-	parts    int
+	// parts is how many connections are amid sending patterns, partBytes the memory
+	// of what has come, in bytes.
+	parts     int
+	partBytes uint64
 
 	// event is when something last happened that compaction depends on.
 	event stamp
@@ -881,7 +884,7 @@ func (d *domain) heap() uint64 {
 	n := uint64(d.ncandidates)*candidateBytes + d.records*record + uint64(len(d.pending))*page +
 		uint64(d.groups)*group + uint64(len(d.conns))*connection + uint64(len(d.patterns)) +
 		d.sketches.bytes() + d.bases.bytes()
-	return n + uint64(d.parts)*wire.MaxPatterns/2
+	return n + d.partBytes
 }
 
 // pattern handles a part of Patterns.
@@ -909,9 +912,11 @@ func (d *domain) pattern(c *conn, m *wire.Message) {
 		d.parts++
 		d.s.kick()
 	}
+	d.partBytes -= uint64(cap(c.part))
 	c.part = append(c.part, m.Body...)
+	d.partBytes += uint64(cap(c.part))
 	if len(c.part) == total {
-		d.patterns = slices.Clip(c.part)
+		d.patterns = slices.Clone(c.part)
 		d.dropPart(c)
 	}
 }
@@ -920,6 +925,7 @@ func (d *domain) pattern(c *conn, m *wire.Message) {
 // held.
 func (d *domain) dropPart(c *conn) {
 	if c.partial {
+		d.partBytes -= uint64(cap(c.part))
 		c.partial, c.part = false, nil
 		d.parts--
 	}

@@ -927,9 +927,13 @@ func TestPatterns(t *testing.T) {
 	a.send(message(10, content[:100]))
 	a.send(message(10, nil))
 	awaitStats(t, p.s, func(u *Usage) bool { return u.Violations == 5 })
+	heap := p.s.Stats().Total.HeapBytes
 	a.send(message(200, content[:100]))
 	a.offer(1, page(2, 1))
 	awaitStats(t, p.s, func(u *Usage) bool { return u.Offers == 2 })
+	// What has come counts, not what may yet come.
+	require.Greater(t, p.s.Stats().Total.HeapBytes, heap)
+	require.LessOrEqual(t, p.s.Stats().Total.HeapBytes, heap+200)
 	checkServer(t, p.s)
 	p.pass(abandon + 1)
 	for _, d := range p.s.domains {
@@ -1050,7 +1054,7 @@ func checkDomain(t require.TestingT, d *domain) {
 		}
 		require.LessOrEqual(t, most, d.sketchLimit())
 	}
-	asked, parts := map[uint32]int{}, 0
+	asked, parts, partBytes := map[uint32]int{}, 0, uint64(0)
 	for _, w := range d.pending {
 		asked[w.from]++
 		require.LessOrEqual(t, len(w.offerers), maxOfferers)
@@ -1061,11 +1065,13 @@ func checkDomain(t require.TestingT, d *domain) {
 		require.Equal(t, [2]int{own[id], asked[id]}, [2]int{c.candidates, c.asked})
 		if c.partial {
 			parts++
+			partBytes += uint64(cap(c.part))
 		} else {
 			require.Nil(t, c.part)
 		}
 	}
 	require.Equal(t, parts, d.parts)
+	require.Equal(t, partBytes, d.partBytes)
 }
 
 // TestOneConnectionEach attaches a sandbox again, and asks whether it can be its
