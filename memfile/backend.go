@@ -176,6 +176,10 @@ type Backend struct {
 	// stale and not found anew: the next deepening makes them do without.
 	stalePool atomic.Bool
 
+	// anew is how far the present pool was offered what is stored. It is protected
+	// by passMu.
+	anew anew
+
 	// history predicts what a resume wants. Steps end when an eviction begins.
 	history *prefetch.History
 

@@ -55,6 +55,10 @@ type Pool interface {
 	// there is much.
 	Work() PoolWork
 
+	// OfferedAll says that all that is stored was offered to the pool with the key:
+	// PoolWork.Anew is not set any more.
+	OfferedAll(key *wire.Key)
+
 	// Publish gives the pool a page that it wants. tpl is the number of the
 	// template's page at the same place, or wire.NoPage. It returns false if
 	// the pool does not take it now.
@@ -83,6 +87,10 @@ type PoolWork struct {
 	Similar []PoolPlace
 	// Stale is set if there may be pages that are Stale.
 	Stale bool
+	// Anew is set if the pool is another one since OfferedAll, and it is time to
+	// offer it some more of what is stored: what was stored before, and what an
+	// eviction finds as it was, nothing else offers to it.
+	Anew bool
 }
 
 // A PoolPlace says where the pool has what a page contained, or something similar.

@@ -271,7 +271,7 @@ func (b *Backend) doWork(p Pool, stop func() bool) (n uint64, err error) {
 	for {
 		work := p.Work()
 		some := len(work.Want)+len(work.Published)+len(work.Similar) != 0
-		if !some && !work.Stale {
+		if !some && !work.Stale && !work.Anew {
 			return n, nil
 		}
 		for _, w := range work.Published {
@@ -299,6 +299,14 @@ func (b *Backend) doWork(p Pool, stop func() bool) (n uint64, err error) {
 				p.Flush()
 			}
 		}
+		if work.Anew && s.prepare(p) {
+			k, err := b.offerAnew(s, r, stop)
+			n += k
+			p.Flush()
+			if err != nil {
+				return n, err
+			}
+		}
 		if work.Stale && s.prepare(p) {
 			k, err := b.shareStale(s, r, stop)
 			n += k
@@ -313,6 +321,98 @@ func (b *Backend) doWork(p Pool, stop func() bool) (n uint64, err error) {
 			return n, err
 		}
 	}
+}
+
+// anewPart is how many pages are looked at for each PoolWork.Anew, 10 us each: about
+// as many offers as the pool's socket takes at once.
+const anewPart = 256
+
+// anew is how far a pool was offered what is stored.
+type anew struct {
+	// key is that of the pool. replaced is set if it is not the first one.
+	key      *wire.Key
+	replaced bool
+	// next is the page to go on with.
+	next uint64
+}
+
+// offerAnew offers the next pages that are stored to a pool that may not have been
+// offered them. When an earlier pool has gone all are offered: siblings that wait may
+// not deepen anything for long. A first pool is left to the deepening for what is not
+// deepened yet, which makes many pages too short for being offered. It returns how many
+// pages the pool had.
+func (b *Backend) offerAnew(s *pooled, r *restorer, stop func() bool) (n uint64, err error) {
+	a := &b.anew
+	if a.key != s.key {
+		*a = anew{key: s.key, replaced: a.key != nil}
+	}
+	left, more := anewPart, false
+	b.table.visitWritten(func(first, end uint64) bool {
+		for p := max(first, a.next); p < min(end, 1<<32); p++ {
+			w := b.table.load(p)
+			if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool || w&deep == 0 && !a.replaced {
+				continue
+			}
+			if err = b.passError(stop); err != nil || left == 0 {
+				a.next, more = p, true
+				return false
+			}
+			left--
+			if b.offerStored(s, r, p) {
+				n++
+			}
+		}
+		return true
+	})
+	if !more {
+		a.next = 1 << 32
+		s.pool.OfferedAll(a.key)
+	}
+	return n, err
+}
+
+// offerStored offers a page as it is stored, if that is long enough, or replaces it and
+// returns true if the pool has it.
+func (b *Backend) offerStored(s *pooled, r *restorer, page uint64) bool {
+	w, ok := b.claim(page)
+	if !ok {
+		return false
+	}
+	var old stored
+	size := 0
+	if handleOf(w) != 0 && tagOf(w) != codec.TagPool {
+		if s, err := b.parse(handleOf(w)); err == nil {
+			old, size = s, len(s.enc)+s.base.size()
+		}
+	}
+	content := (*codec.Page)(r.buf[:])
+	if size <= offerMin || b.load(r, content, page, w) != nil {
+		// What cannot be read ends the sandbox when it is needed.
+		b.unclaim(page, w)
+		return false
+	}
+	based := old.base.kind == basePool
+	s.hash = s.hasher.Sum(content)
+	s.count.Tries++
+	l, rec, ok := s.pool.Find(s.key, &s.hash, s.record[:])
+	neww := word(0)
+	if ok {
+		neww = b.shareAt(s, content, page, l, &rec)
+	}
+	if neww == 0 {
+		s.count.Rejects++
+	}
+	b.replace(page, w, neww) // content is a copy
+	if ok {
+		return neww != 0
+	}
+	if w&deep == 0 || based {
+		// The deepening looks for a base, or it has one.
+		s.pool.Offer(s.key, &s.hash, uint32(page))
+	} else {
+		s.offer(&s.hash, content, page, size, tagOf(w))
+	}
+	return false
 }
 
 // claimStored makes a page busy if it has a blob, and decodes it.

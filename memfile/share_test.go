@@ -30,8 +30,10 @@ type fakePool struct {
 	work    PoolWork
 	// wanted says which pages were offered with a hash that is wanted.
 	wanted map[wire.Hash][]uint32
-	// full makes Publish fail.
-	full bool
+	// full makes Publish fail, sure has every offer heard.
+	full, sure bool
+	// anew is set until all was offered.
+	anew bool
 }
 
 type fakeRecord struct {
@@ -61,6 +63,7 @@ func (p *fakePool) connect() {
 	}
 	p.index = map[wire.Hash]PoolLoc{}
 	p.wanted = map[wire.Hash][]uint32{}
+	p.anew = true
 }
 
 func (p *fakePool) disconnect() {
@@ -164,7 +167,7 @@ func (p *fakePool) Stale(l PoolLoc) bool {
 func (p *fakePool) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if key != p.key || p.rnd.IntN(8) == 0 {
+	if key != p.key || !p.sure && p.rnd.IntN(8) == 0 {
 		return
 	}
 	if l, ok := p.index[*h]; ok {
@@ -176,6 +179,14 @@ func (p *fakePool) Offer(key *wire.Key, h *wire.Hash, page uint32) {
 }
 
 func (p *fakePool) Spared(int) {}
+
+func (p *fakePool) OfferedAll(key *wire.Key) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key == p.key {
+		p.anew = false
+	}
+}
 
 func (p *fakePool) Resemble(key *wire.Key, h *wire.Hash, page uint32, s *dedup.Sketch, alone bool) {
 	p.Offer(key, h, page)
@@ -208,6 +219,7 @@ func (p *fakePool) Work() PoolWork {
 	defer p.mu.Unlock()
 	w := p.work
 	w.Key = p.key
+	w.Anew = p.key != nil && p.anew
 	p.work = PoolWork{}
 	for _, r := range p.records {
 		w.Stale = w.Stale || p.key != nil && r.stale && r.refs > 0
@@ -409,6 +421,200 @@ func TestNotOffered(t *testing.T) {
 	})
 	require.NotZero(t, roots)
 	require.NotZero(t, others)
+}
+
+// anewFixture is a sandbox of three groups that has deepened its pages without a pool.
+// One page in three is short.
+func anewFixture(t *testing.T) (f *fixture, p *fakePool, verify func()) {
+	f = newFixture(t, 3*groupPages, DefaultOptions())
+	p = newFakePool(nil, 1)
+	p.sure, p.full = true, true
+	contents := map[uint64]codec.Page{}
+	f.r.pages(func(q uint64) {
+		size := 1000
+		if q%3 == 0 {
+			size = 100
+		}
+		var c codec.Page
+		for i := range size {
+			c[i] = byte(p.rnd.Uint32())
+		}
+		copy(f.page(q), c[:])
+		contents[q] = c
+	})
+	verify = func() {
+		p.verify(t, f.b)
+		f.verifyBackend(t)
+		f.r.pages(func(q uint64) {
+			require.NoError(t, f.b.Gate(q<<pageShift, (q+1)<<pageShift))
+			require.True(t, contents[q] == codec.Page(f.page(q)), "page %d", q)
+		})
+	}
+	f.evict(t)
+	_, err := f.b.Deepen(nil)
+	require.NoError(t, err)
+	return f, p, verify
+}
+
+// offered returns the pages that were offered since, by their numbers, and forgets them.
+func (p *fakePool) offered() map[uint64]wire.Hash {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all := map[uint64]wire.Hash{}
+	for h, pages := range p.wanted {
+		for _, q := range pages {
+			all[uint64(q)] = h
+		}
+	}
+	p.work.Want, p.wanted = nil, map[wire.Hash][]uint32{}
+	return all
+}
+
+// worthOffering returns the pages that are stored in more than offerMin bytes.
+func (f *fixture) worthOffering(t *testing.T, p *fakePool) map[uint64]wire.Hash {
+	s := &pooled{}
+	require.True(t, s.prepare(p))
+	all := map[uint64]wire.Hash{}
+	f.r.pages(func(q uint64) {
+		if w := f.b.table.load(q); w&stateMask != evicted || handleOf(w) == 0 {
+			return
+		}
+		w, blob := f.storedOf(t, q)
+		if len(blob.enc)+blob.base.size() > offerMin {
+			content := new(codec.Page)
+			require.NoError(t, f.b.load(new(restorer), content, q, w))
+			all[q] = s.hasher.Sum(content)
+		}
+	})
+	require.Greater(t, len(all), groupPages)
+	return all
+}
+
+// TestOfferedAnew: a pool is offered, once, all that was deepened before it came, and the
+// next one all that is stored.
+func TestOfferedAnew(t *testing.T) {
+	f, p, verify := anewFixture(t)
+	share := func() {
+		_, err := f.b.Share(nil)
+		require.NoError(t, err)
+	}
+	f.b.SetPool(p)
+	want := f.worthOffering(t, p)
+	share()
+	require.Equal(t, want, p.offered())
+	require.False(t, p.anew)
+	share()
+	require.Empty(t, p.offered())
+
+	// What is not deepened is left to the deepening.
+	p.anew, f.b.anew = true, anew{}
+	changed := 0
+	f.r.pages(func(q uint64) {
+		if q%5 == 0 {
+			require.NoError(t, f.b.Gate(q<<pageShift, (q+1)<<pageShift))
+			changed++
+		}
+	})
+	f.dropKept()
+	f.evict(t)
+	p.offered()
+	undeepened := f.worthOffering(t, p)
+	for q := range undeepened {
+		if f.b.table.load(q)&deep != 0 {
+			delete(undeepened, q)
+		}
+	}
+	require.NotEmpty(t, undeepened)
+	want = f.worthOffering(t, p)
+	for q := range undeepened {
+		delete(want, q)
+	}
+	share()
+	require.Equal(t, want, p.offered())
+
+	// Another pool is offered all, whether it is deepened or not, and what an eviction
+	// has found as it was.
+	p.disconnect()
+	share()
+	f.r.pages(func(q uint64) {
+		if q%7 == 0 {
+			require.NoError(t, f.b.Gate(q<<pageShift, (q+1)<<pageShift))
+		}
+	})
+	p.connect()
+	reused := f.b.Stats().Stages["kept"].Wins
+	f.evict(t)
+	require.Greater(t, f.b.Stats().Stages["kept"].Wins, reused)
+	p.offered()
+	want = f.worthOffering(t, p)
+	require.Contains(t, want, firstOf(undeepened))
+	share()
+	require.Equal(t, want, p.offered())
+	verify()
+}
+
+func firstOf(m map[uint64]wire.Hash) uint64 {
+	for q := range m {
+		return q
+	}
+	return 0
+}
+
+// TestOfferedAnewInterrupted: an offering that the guest interrupts goes on where it
+// was, and one for a pool that has gone begins again for the next.
+func TestOfferedAnewInterrupted(t *testing.T) {
+	f, p, verify := anewFixture(t)
+	f.b.SetPool(p)
+	part := func() error {
+		n := 0
+		_, err := f.b.Share(func() bool { n++; return n > 40 })
+		return err
+	}
+	all := func() {
+		got, rounds, want := map[uint64]wire.Hash{}, 0, f.worthOffering(t, p)
+		for done := false; !done; rounds++ {
+			err := part()
+			for q, h := range p.offered() {
+				require.NotContains(t, got, q, "offered twice")
+				got[q] = h
+			}
+			if done = err == nil; !done {
+				require.ErrorIs(t, err, ErrStopped)
+				require.Less(t, rounds, 1000)
+				require.True(t, p.anew)
+			}
+		}
+		require.Greater(t, rounds, 3)
+		require.Equal(t, want, got)
+		require.False(t, p.anew)
+	}
+	require.ErrorIs(t, part(), ErrStopped)
+	require.NotEmpty(t, p.offered())
+	p.connect()
+	all()
+	verify()
+}
+
+// TestOfferedAnewFound: what a pool has already is taken at once, and what it has wrongly
+// is not.
+func TestOfferedAnewFound(t *testing.T) {
+	f, p, verify := anewFixture(t)
+	p.full = false
+	all := f.worthOffering(t, p)
+	for q, h := range all {
+		content := new(codec.Page)
+		w, _ := f.storedOf(t, q)
+		require.NoError(t, f.b.load(new(restorer), content, q, w))
+		require.True(t, p.Publish(p.Key(), &h, uint32(q), wire.NoPage, content))
+	}
+	f.b.SetPool(p)
+	n, err := f.b.Share(nil)
+	require.NoError(t, err)
+	require.Less(t, n, uint64(len(all))) // it gives wrong hints
+	require.Greater(t, n, uint64(len(all)*3/4))
+	require.EqualValues(t, n, f.b.stats.form(codec.TagPool).Load())
+	require.Empty(t, p.offered())
+	verify()
 }
 
 // TestSharedPageThatOthersGiveUp has pages that the pool moves and then forgets.

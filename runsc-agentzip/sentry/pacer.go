@@ -25,6 +25,10 @@ const (
 	// maxStalePause.
 	stalePause    = time.Second
 	maxStalePause = time.Minute
+	// anewPause is how long to wait before a new pool is offered more of what is
+	// stored, a few ms of work each time: the pool takes what it is sent in turn, and
+	// offers that find the socket full are lost.
+	anewPause = 200 * time.Millisecond
 	// maxBacklog is how many pages of either kind may wait.
 	maxBacklog = 16 << 10
 )
@@ -62,6 +66,10 @@ type pacer struct {
 	stale      bool
 	staleAt    time.Time
 	stalePause time.Duration
+	// anew is set while a new pool was not offered all that is stored. It is offered
+	// more at anewAt.
+	anew   bool
+	anewAt time.Time
 }
 
 var _ memfile.Pool = (*pacer)(nil)
@@ -96,8 +104,9 @@ func (p *pacer) collect() {
 				p.Unref(at.Loc)
 			}
 			p.key, p.want, p.published, p.similar = w.Key, nil, nil, nil
-			p.stale = false
+			p.stale, p.anewAt = false, time.Time{}
 		}
+		p.anew = w.Anew
 		if n := p.Client.Forgotten(); w.Stale != p.stale || n != p.forgotten {
 			p.stale, p.staleAt, p.stalePause = w.Stale, time.Now(), stalePause
 			p.forgotten = n
@@ -154,6 +163,8 @@ func (p *pacer) backlog() <-chan time.Time {
 		return nil
 	case len(p.want)+len(p.published)+len(p.similar) != 0:
 		return time.After(max(p.pause, publishPause))
+	case p.anew && (!p.stale || p.anewAt.Before(p.staleAt)):
+		return time.After(max(time.Until(p.anewAt), publishPause))
 	case p.stale:
 		return time.After(time.Until(p.staleAt))
 	}
@@ -171,13 +182,29 @@ func (p *pacer) Work() memfile.PoolWork {
 	if !p.full {
 		p.want, w.Want = split(p.want)
 	}
+	now := time.Now()
+	// What the pool asks for first: its socket takes only so much.
+	if p.anew && len(p.want)+len(w.Want) == 0 && !now.Before(p.anewAt) {
+		w.Anew = true
+		p.anewAt = now.Add(anewPause)
+	}
 	// After all else: it may have replaced some of them.
-	if now := time.Now(); p.stale && len(p.want)+len(p.published)+len(p.similar)+len(w.Want)+len(w.Published)+len(w.Similar) == 0 && !now.Before(p.staleAt) {
+	if p.stale && len(p.want)+len(p.published)+len(p.similar)+len(w.Want)+len(w.Published)+len(w.Similar) == 0 && !now.Before(p.staleAt) {
 		w.Stale = true
 		p.staleAt = now.Add(p.stalePause)
 		p.stalePause = min(2*p.stalePause, maxStalePause)
 	}
 	return w
+}
+
+// OfferedAll implements memfile.Pool.OfferedAll.
+func (p *pacer) OfferedAll(key *wire.Key) {
+	p.Client.OfferedAll(key)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if key == p.key {
+		p.anew = false
+	}
 }
 
 // split returns the first part of a queue, and what is left of it.

@@ -34,6 +34,9 @@ func attachTo(t *testing.T, p *pacer) int {
 	for p.Key() == nil || p.Key() == old {
 		<-p.Ready()
 	}
+	// Nothing is stored.
+	require.True(t, p.Work().Anew)
+	p.OfferedAll(p.Key())
 	return fds[0]
 }
 
@@ -135,6 +138,49 @@ func TestPacerFull(t *testing.T) {
 		receive()
 	}
 	require.True(t, wasFull)
+	require.Nil(t, p.backlog())
+}
+
+// TestPacerAnew: a new pool is offered what is stored a part at a time, and after what
+// it asks for.
+func TestPacerAnew(t *testing.T) {
+	p, fd := newTestPacer(t)
+	require.False(t, p.Work().Anew)
+	require.Nil(t, p.backlog())
+
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	require.NoError(t, err)
+	defer unix.Close(fds[0])
+	old := p.Key()
+	require.NoError(t, p.Attach(fds[1]))
+	unix.Close(fd)
+	fd = fds[0]
+	var w wire.Writer
+	w.Begin(wire.Welcome, 0)
+	w.Body(make([]byte, len(wire.Key{})))
+	require.NoError(t, wire.Send(fd, w.Bytes(), -1))
+	for p.Key() == nil || p.Key() == old {
+		<-p.Ready()
+	}
+	for range 3 {
+		<-p.backlog()
+		require.True(t, p.Work().Anew)
+		require.False(t, p.Work().Anew, "the pool has had no time")
+	}
+	want(t, p, fd, 3*workPart)
+	for p.waiting() != 0 {
+		<-p.backlog()
+		require.False(t, p.Work().Anew)
+	}
+	<-p.backlog()
+	for !p.Work().Anew {
+		<-p.backlog()
+	}
+	// What was offered to another pool is no news to this one.
+	p.OfferedAll(old)
+	require.NotNil(t, p.backlog())
+	p.OfferedAll(p.Key())
+	require.False(t, p.Work().Anew)
 	require.Nil(t, p.backlog())
 }
 

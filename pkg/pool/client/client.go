@@ -90,6 +90,8 @@ type Client struct {
 	want               []wire.Page
 	published, similar []memfile.PoolPlace
 	share              wire.Sharing
+	// anew is set from a Welcome on until all that is stored was offered.
+	anew bool
 	// spared is what bases have spared since the pool was last told, in bytes.
 	spared uint64
 
@@ -310,7 +312,7 @@ func (c *Client) lose(cn *conn, reason string) bool {
 	c.grantTurn()
 	c.dropIndex()
 	published := append(c.published, c.similar...)
-	c.published, c.similar = nil, nil
+	c.published, c.similar, c.anew = nil, nil, false
 	for _, s := range c.segments {
 		if s != nil && !s.gone {
 			c.forget(s)

@@ -222,6 +222,11 @@ func TestWork(t *testing.T) {
 	for len(c.Ready()) > 0 {
 		<-c.Ready()
 	}
+	// A new pool is offered what is stored until that is done.
+	require.Equal(t, memfile.PoolWork{Key: c.Key(), Anew: true}, c.Work())
+	c.OfferedAll(new(wire.Key))
+	require.Equal(t, memfile.PoolWork{Key: c.Key(), Anew: true}, c.Work())
+	c.OfferedAll(c.Key())
 	require.Equal(t, memfile.PoolWork{Key: c.Key()}, c.Work())
 
 	p.w.Begin(wire.Want, 0)

@@ -17,7 +17,8 @@
 //   - disconnected: there is no connection, or the last one was lost.
 //   - greeting: Attach has been given a connection; nothing is sent, and only
 //     Welcome or Refuse is taken.
-//   - live: from Welcome on. There is a Key.
+//   - live: from Welcome on. There is a Key. Until OfferedAll, what is stored is to
+//     be offered: this pool does not know of it.
 //
 // Whatever is wrong with a connection leads to disconnected: its end, a malformed
 // message, one that does not belong there. Queues are dropped. Segments stay: each

@@ -46,7 +46,7 @@ func (c *Client) handle(cn *conn, m *wire.Message, fd int) (int, error) {
 			return fd, fmt.Errorf("%w: key of %d bytes", wire.ErrMessage, len(m.Body))
 		}
 		copy(key[:], m.Body)
-		c.live = true
+		c.live, c.anew = true, true
 		c.state.Connects++
 		c.key.Store(key)
 		c.signal()
@@ -160,7 +160,7 @@ func (c *Client) Patterns() []byte {
 func (c *Client) Work() memfile.PoolWork {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	w := memfile.PoolWork{Key: c.key.Load(), Stale: c.live && c.stale+c.alone > 0}
+	w := memfile.PoolWork{Key: c.key.Load(), Stale: c.live && c.stale+c.alone > 0, Anew: c.anew}
 	places := maxWork - min(len(c.want), maxWork/2)
 	n := min(len(c.published), places-min(len(c.similar), places/2))
 	w.Published, c.published = split(c.published, n)
@@ -171,6 +171,15 @@ func (c *Client) Work() memfile.PoolWork {
 		c.signal()
 	}
 	return w
+}
+
+// OfferedAll implements memfile.Pool.
+func (c *Client) OfferedAll(key *wire.Key) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.liveConn(key) != nil {
+		c.anew = false
+	}
 }
 
 // split returns the first n items of a queue, and the rest.
