@@ -43,7 +43,10 @@ func (d *domain) maintain(now stamp, pressed bool) bool {
 		d.mu.Unlock()
 	}
 	if idle && d.encMu.TryLock() {
-		d.enc = nil
+		if d.enc != nil {
+			d.enc = nil
+			d.s.dropped.Store(true)
+		}
 		d.encMu.Unlock()
 	}
 	d.compact(now, pressed)

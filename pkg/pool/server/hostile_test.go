@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -281,11 +282,35 @@ func TestCollisions(t *testing.T) {
 
 // Maintenance runs by itself, and rests when there is nothing to do.
 func TestMaintenance(t *testing.T) {
-	s := New(Options{Keep: 100 * time.Millisecond})
+	var quiet atomic.Int32
+	s := New(Options{Keep: 100 * time.Millisecond, Quiet: func() { quiet.Add(1) }})
 	defer s.Close()
 	a := attach(t, s, greeting("d"))
 	a.close()
 	require.Eventually(t, func() bool { return len(s.Stats().Domains) == 0 }, deadline, 5*time.Millisecond)
+	// What it has left is given back, once.
+	require.Eventually(t, func() bool { return quiet.Load() > 0 }, deadline, 5*time.Millisecond)
+	time.Sleep(3 * s.every)
+	require.EqualValues(t, 1, quiet.Load())
+}
+
+// An encoder is kept while it is in use.
+func TestEncoderIdle(t *testing.T) {
+	p := newPool(t, Options{})
+	ps := p.peers(2, greeting("d"))
+	for _, q := range ps {
+		require.NoError(t, q.conn.message(offerMessage(wire.Page{Hash: q.view.hash(page(1, 700))}), -1))
+		q.sync(p)
+	}
+	ps[1].publish(p, page(1, 700), wire.NoPage)
+	p.pass(encoderIdle)
+	require.NotNil(t, ps[0].conn.d.enc)
+	require.False(t, p.s.dropped.Load())
+	p.pass(1)
+	require.Nil(t, ps[0].conn.d.enc)
+	require.True(t, p.s.dropped.Swap(false))
+	p.pass(encoderIdle)
+	require.False(t, p.s.dropped.Load())
 }
 
 // Other users are refused.

@@ -33,6 +33,10 @@ type Options struct {
 	// if the template there has another digest. If nil, pages are stored
 	// without regard to templates.
 	OpenTemplate func(dir, digest string) (Template, error)
+	// Quiet is called when memory has become garbage and little happens: when the pool
+	// has encoded nothing for 10 s, and when there is nothing to be done from time to
+	// time any more. It may take a while, and may be nil.
+	Quiet func()
 	// Log is called with what an administrator should know. It may be nil.
 	Log func(format string, args ...any)
 }
@@ -99,6 +103,8 @@ type Server struct {
 	// pressed is set when there was no room on the host for a page.
 	pressed atomic.Bool
 	drained atomic.Bool
+	// dropped is set when a domain has dropped its encoder.
+	dropped atomic.Bool
 	kicked  chan struct{}
 	done    chan struct{}
 	// wg counts goroutines.
@@ -484,7 +490,11 @@ func (s *Server) maintenance() {
 			return
 		case <-timer:
 		}
+		rest := again
 		again = s.tick()
+		if rest = rest && !again; (s.dropped.Swap(false) || rest) && s.opts.Quiet != nil {
+			s.opts.Quiet()
+		}
 	}
 }
 
