@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -242,7 +243,7 @@ func (p *poolFlags) serve() error {
 		DomainMaxBytes: p.perDom,
 		Keep:           p.keep,
 		OpenTemplate:   d.openTemplate,
-		Quiet:          debug.FreeOSMemory,
+		Quiet:          collect,
 		Log:            d.log.Printf,
 	})
 	signals := make(chan os.Signal, 1)
@@ -325,6 +326,13 @@ func listen(socket string) (*net.UnixListener, error) {
 // poolGC is the garbage collector's percentage, that of GOGC, in a pool: it does little,
 // and all the sandboxes of a host pay for its garbage.
 const poolGC = 50
+
+// collect gives memory back that is garbage. What sync.Pools hold is garbage only the
+// second time.
+func collect() {
+	runtime.GC()
+	debug.FreeOSMemory()
+}
 
 // prepareProcess makes the process fit for its task, as far as it may.
 func (d *daemon) prepareProcess() {

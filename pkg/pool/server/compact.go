@@ -241,5 +241,5 @@ func (d *domain) free() {
 	d.bases.free()
 	d.ncandidates, d.dead, d.refusals = 0, 0, 0
 	d.records, d.recordBytes, d.referenced, d.alone = 0, 0, 0, 0
-	d.pending, d.patterns = nil, nil
+	d.pending, d.patterns, d.patternsLen = nil, nil, 0
 }

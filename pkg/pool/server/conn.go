@@ -275,6 +275,7 @@ func (c *conn) closeLocked(cause error) {
 // run handles the connection's messages until it ends.
 func (c *conn) run() {
 	defer c.s.wg.Done()
+	c.d.tellPatterns(c)
 	var err error
 	for err == nil {
 		buf, n, fd, rerr := c.tr.receive()

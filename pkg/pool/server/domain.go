@@ -123,7 +123,10 @@ type domain struct {
 	// groups is the number of refGroups of all connections.
 	groups int
 
-	patterns []byte
+	// patterns are what a sandbox has learnt about steps, packed, and patternsLen how
+	// long they are otherwise, in bytes.
+	patterns    []byte
+	patternsLen int
 	// parts is how many connections are amid sending patterns, partBytes the memory
 	// of what has come, in bytes.
 	parts     int
@@ -882,53 +885,9 @@ func (d *domain) heap() uint64 {
 		page       = 224
 	)
 	n := uint64(d.ncandidates)*candidateBytes + d.records*record + uint64(len(d.pending))*page +
-		uint64(d.groups)*group + uint64(len(d.conns))*connection + uint64(len(d.patterns)) +
+		uint64(d.groups)*group + uint64(len(d.conns))*connection + uint64(cap(d.patterns)) +
 		d.sketches.bytes() + d.bases.bytes()
 	return n + d.partBytes
-}
-
-// pattern handles a part of Patterns.
-func (d *domain) pattern(c *conn, m *wire.Message) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	total := int(m.Arg)
-	if c.skip > 0 {
-		c.skip = max(0, c.skip-len(m.Body))
-		return
-	}
-	if total == 0 || total > wire.MaxPatterns || len(m.Body) == 0 || len(c.part)+len(m.Body) > total || c.partial && total != c.total {
-		c.violations++
-		d.dropPart(c)
-		return
-	}
-	if !c.partial {
-		// Whoever finds no place now sends others later.
-		if d.parts >= maxPatternsParts && len(m.Body) < total {
-			d.counts.Ignored++
-			c.skip = total - len(m.Body)
-			return
-		}
-		c.partial, c.total, c.partAt = true, total, d.s.now()
-		d.parts++
-		d.s.kick()
-	}
-	d.partBytes -= uint64(cap(c.part))
-	c.part = append(c.part, m.Body...)
-	d.partBytes += uint64(cap(c.part))
-	if len(c.part) == total {
-		d.patterns = slices.Clone(c.part)
-		d.dropPart(c)
-	}
-}
-
-// dropPart forgets the parts of patterns that c has sent. domain.mu must be
-// held.
-func (d *domain) dropPart(c *conn) {
-	if c.partial {
-		d.partBytes -= uint64(cap(c.part))
-		c.partial, c.part = false, nil
-		d.parts--
-	}
 }
 
 // join adds a connection and queues what it has to know first. Server.mu must
@@ -949,14 +908,6 @@ func (d *domain) join(c *conn, g *wire.Greeting) {
 	c.push(packet{d.index.announcement(), d.index.file}, true)
 	for _, g := range d.segs {
 		c.push(packet{g.announcement(), g.file}, true)
-	}
-	for rest := d.patterns; len(rest) > 0; {
-		var w wire.Writer
-		w.Begin(wire.Patterns, uint32(len(d.patterns)))
-		n := min(len(rest), wire.MaxPart)
-		w.Body(rest[:n])
-		c.push(packet{msg: w.Bytes()}, true)
-		rest = rest[n:]
 	}
 }
 

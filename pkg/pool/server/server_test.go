@@ -920,6 +920,8 @@ func TestPatterns(t *testing.T) {
 	b := attach(p, p.s, greeting("d"))
 	b.until(func() bool { return len(b.view.patterns) == len(content) })
 	require.Equal(t, content, b.view.patterns)
+	d := p.s.anyDomain()
+	require.Less(t, len(d.patterns), len(content)/10)
 
 	a.send(message(300, content[:100])) // another total
 	a.send(message(0, content[:100]))
