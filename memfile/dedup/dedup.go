@@ -121,6 +121,14 @@ func TableSize(pages uint64) uint64 {
 	return (pages*Features*4/3 + maxProbe) * slotSize
 }
 
+// TablePages is how many pages a table of so many bytes is for.
+func TablePages(size uint64) uint64 {
+	if size < maxProbe*slotSize {
+		return 0
+	}
+	return ((size/slotSize-maxProbe)*3 + 2) / (Features * 4)
+}
+
 func (t Table) slots() uint64 { return uint64(len(t)) / slotSize }
 
 // place returns where a feature should lie. Features are minima, so their high
@@ -168,6 +176,15 @@ func (t Table) Add(s *Sketch, item uint32, replace bool) {
 				at -= slots
 			}
 			binary.LittleEndian.PutUint64(t[at*slotSize:], v)
+		}
+	}
+}
+
+// Each calls f for each feature that leads to an item, in any order.
+func (t Table) Each(f func(feature, item uint32)) {
+	for ; len(t) >= slotSize; t = t[slotSize:] {
+		if v := binary.LittleEndian.Uint64(t); uint32(v) != 0 {
+			f(uint32(v>>32), uint32(v)-1)
 		}
 	}
 }

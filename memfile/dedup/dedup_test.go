@@ -190,3 +190,28 @@ func BenchmarkFind(b *testing.B) {
 		i = (i + 1) % n
 	}
 }
+
+// Each leads from every feature of a table to its item.
+func TestEach(t *testing.T) {
+	table := make(Table, TableSize(20))
+	want := map[[2]uint32]bool{}
+	for item := range uint32(20) {
+		s := Sketch{N: 3, Feature: [Features]uint32{item, item + 100, item * 1000}}
+		table.Add(&s, item, true)
+		for _, f := range s.Feature[:s.N] {
+			want[[2]uint32{f, item}] = true
+		}
+	}
+	got := map[[2]uint32]bool{}
+	table.Each(func(feature, item uint32) { got[[2]uint32{feature, item}] = true })
+	require.Equal(t, want, got)
+	Table(nil).Each(func(uint32, uint32) { t.Error("an empty table has nothing") })
+}
+
+// A table is for as many pages as its size was made for, and for no more than fit.
+func TestTablePages(t *testing.T) {
+	for n := range uint64(5000) {
+		require.LessOrEqual(t, n, TablePages(TableSize(n)))
+		require.LessOrEqual(t, TableSize(TablePages(n)), max(n, TableSize(0)))
+	}
+}

@@ -50,7 +50,12 @@ func (d *domain) maintain(now stamp, pressed bool) bool {
 		d.encMu.Unlock()
 	}
 	d.compact(now, pressed)
-	return again
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.unswept && now >= d.swept+sweepTime {
+		d.sweepSketches(now)
+	}
+	return again || d.unswept
 }
 
 // expire forgets pending pages and patterns that nobody goes on sending. domain.mu
@@ -190,6 +195,7 @@ func (d *domain) rewrite(g *segment, since, now stamp) {
 		d.counts.Moved++
 	}
 	d.event = now
+	d.unswept = true
 	d.retire(g)
 }
 

@@ -16,9 +16,11 @@
 //     a while.
 //
 // Most sandboxes have next to nothing that resembles what siblings have, unless it is
-// small anyway, and then remembering sketches costs more than it can spare. So one in
-// sketchSample is remembered, and all while bases spare more than sketches take, which
-// sandboxes report.
+// small anyway, and then remembering sketches costs more than it can spare. So the
+// memory for them is small: sketchFloor for each sandbox and a sketchShare of what bases
+// have spared of late, which sandboxes report, less what these take. One sketch in
+// sketchSample takes the place of the oldest ones, the others are remembered while there
+// is room. Those of pages that are published or gone are swept out.
 //
 // A candidate that came with a sketch may also be near others. If a published page
 // without a base resembles it, its owner is told of that base. Else, if a candidate
@@ -53,8 +55,8 @@
 //
 // The pool keeps 12 bytes per published page beside its record, a slot of the
 // index (16 bytes, in a table that doubles), about 26 bytes per candidate, 110 per
-// sketch of a candidate or of a base (of which a domain has 256 Ki each at most)
-// and, per connection, about 8 KiB with its goroutine plus 0.2 to 60 bytes per reference,
+// sketch of a candidate or of a base (of which a domain has 256 Ki each at most),
+// what is known about steps, packed, and, per connection, about 8 KiB with its goroutine plus 0.2 to 60 bytes per reference,
 // depending on how close they are to each other. With 1000 sandboxes that have
 // offered 2000 pages each, half of them common to all, this is 42 MiB
 // (BenchmarkClients1000). Everything that a

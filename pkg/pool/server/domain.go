@@ -118,8 +118,13 @@ type domain struct {
 	pending                     map[wire.Hash]*pending
 	// sketches has candidates, bases published pages that have no base.
 	sketches, bases sketches
-	// spared is what sandboxes say that bases have spared, in bytes.
-	spared uint64
+	// spared is what sandboxes say that bases have spared of late, baseBytes the size
+	// of pages that were taken to be bases, in bytes. Both were last halved at faded.
+	spared, baseBytes uint64
+	faded             stamp
+	// unswept is set if there may be sketches of no use since swept.
+	unswept bool
+	swept   stamp
 	// groups is the number of refGroups of all connections.
 	groups int
 
@@ -148,7 +153,7 @@ func newDomain(s *Server, id domainID, g *wire.Greeting) (*domain, error) {
 		s: s, id: id, name: id.String(),
 		digest: g.Template, dir: g.TemplateDir,
 		conns: map[uint32]*conn{}, segs: map[uint32]*segment{}, pending: map[wire.Hash]*pending{},
-		empty: s.now(),
+		empty: s.now(), faded: s.now(), swept: s.now(),
 	}
 	if _, err := rand.Read(d.key[:]); err != nil {
 		return nil, err
@@ -539,6 +544,10 @@ func (d *domain) add(ct *wire.Content, base bool, notes map[*conn]note) {
 		return
 	}
 	d.counts.Published++
+	d.unswept = true
+	if base {
+		d.baseBytes += uint64(r.Size())
+	}
 	for _, o := range w.offerers {
 		if to := d.conns[o.conn]; to != nil {
 			n := notes[to]
@@ -549,7 +558,7 @@ func (d *domain) add(ct *wire.Content, base bool, notes map[*conn]note) {
 	if r.HasBase {
 		return
 	}
-	d.addBase(&s, &ct.Hash)
+	d.addBase(&s, &ct.Hash, base)
 	for _, o := range w.similar {
 		if to := d.conns[o.conn]; to != nil {
 			n := notes[to]
@@ -859,6 +868,7 @@ func (d *domain) usage(c *conn, spared uint32) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	now := d.s.now()
+	d.fade(now)
 	d.spared += uint64(spared)
 	if c.shared && now < c.sharedAt+second {
 		return
@@ -917,6 +927,7 @@ func (d *domain) leave(c *conn) {
 	defer d.mu.Unlock()
 	delete(d.conns, c.id)
 	d.dead += c.candidates
+	d.unswept = true
 	d.dropPart(c)
 	now := d.s.now()
 	if len(d.conns) == 0 {

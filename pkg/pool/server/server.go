@@ -94,9 +94,8 @@ type Server struct {
 	// minOpen is the size from which on the open segment may be compacted, in
 	// bytes.
 	minOpen uint64
-	// freeSketches is how many sketches of each connection are remembered whatever
-	// the chances are.
-	freeSketches uint64
+	// sketchFloor is sketchFloor.
+	sketchFloor uint64
 
 	// held is the memory of all domains' segments and indexes, in bytes.
 	held atomic.Int64
@@ -160,7 +159,7 @@ func newServer(o Options, now func() stamp) *Server {
 		domains:   map[domainID]*domain{},
 		sandboxes: map[string]*conn{},
 	}
-	s.freeSketches = freeSketches
+	s.sketchFloor = sketchFloor
 	s.turns.init()
 	return s
 }

@@ -340,7 +340,7 @@ func newPool(t testing.TB, o Options) *poolT {
 	p := &poolT{TB: t}
 	p.time.Store(uint32(began))
 	p.s = newServer(o, func() stamp { return stamp(p.time.Load()) })
-	p.s.freeSketches = 1 << 20
+	p.s.sketchFloor = 1 << 30
 	t.Cleanup(func() { require.NoError(t, p.s.Close()) })
 	return p
 }
@@ -1049,12 +1049,11 @@ func checkDomain(t require.TestingT, d *domain) {
 	}
 	require.Equal(t, [3]int{n, dead, refusals}, [3]int{d.ncandidates, d.dead, d.refusals})
 	for _, x := range []*sketches{&d.sketches, &d.bases} {
-		most := 0
 		for _, g := range x.gens {
-			most += g.most
+			require.Equal(t, cap(g.items), g.most)
 			require.LessOrEqual(t, len(g.items), g.most)
 		}
-		require.LessOrEqual(t, most, d.sketchLimit())
+		require.LessOrEqual(t, x.bytes(), min(uint64(maxSketches*sketchBytes), uint64(d.candidateLimit())*candidateBytes))
 	}
 	asked, parts, partBytes := map[uint32]int{}, 0, uint64(0)
 	for _, w := range d.pending {

@@ -13,21 +13,26 @@ const (
 	// minFeatures is how many features a sketch must have to be of use: so
 	// many must be shared for a page to be found.
 	minFeatures = 2
-	// minSketches is how many pages the first generation of an index of
-	// sketches has, maxSketches how many all of an index have together.
-	minSketches = 32
+	// maxSketches bounds how many pages an index of sketches has.
 	maxSketches = 256 << 10
-	// sketchSample: one page in so many is entered whatever that has brought so
-	// far; the others while bases have spared more than the sketches take, and the
-	// first freeSketches of each connection. Which ones depends on a sketch's
-	// smallest feature, which two pages have in common as likely as any other part
-	// of them.
-	sketchSample = 16
-	freeSketches = 8
-	// sketchBytes is what a page takes in an index of sketches, in bytes.
-	sketchBytes = dedup.Features*8*4/3 + sketchedBytes
-	// sketchedBytes is the size of a sketched.
+	// sketchSample: one page in so many is entered even if the oldest ones have to be
+	// forgotten for it, the others while there is room. Which ones depends on a
+	// sketch's smallest feature, which two pages have in common as likely as any other
+	// part of them.
+	sketchSample = 32
+	// sketchFloor and sketchShare: an index of sketches takes so many bytes for each
+	// connection, and beyond that such a part of what bases have spared of late more
+	// than they take themselves. sparedTime is how long it takes for half of that to be
+	// forgotten.
+	sketchFloor = 512
+	sketchShare = 16
+	sparedTime  = 600 * second
+	// sketchedBytes is the size of a sketched, sketchBytes what a page takes in an
+	// index of sketches.
 	sketchedBytes = 24
+	sketchBytes   = dedup.Features*8*4/3 + sketchedBytes
+	// sweepTime is the least time between two looks at what an index has.
+	sweepTime = 10 * second
 	// maxNear is how many pages that resemble one are looked at.
 	maxNear = 8
 	// resembleChunk is how many items of a Resemble are handled before
@@ -51,10 +56,13 @@ type generation struct {
 	most int
 }
 
+// bytes is the memory that a generation takes, in bytes.
+func (g *generation) bytes() uint64 { return uint64(len(g.table)) + uint64(cap(g.items))*sketchedBytes }
+
 // sketches is an index of pages by their sketches. It has the latest pages: when a
-// generation is full another one begins, larger until it has half of all pages,
-// and the oldest ones are forgotten. The sketches themselves are not kept. Its zero
-// value is empty. It is protected by domain.mu.
+// generation is full another one begins, half as large as all so far, and where they
+// take too much the oldest ones are forgotten. The sketches themselves are not kept. Its
+// zero value is empty. It is protected by domain.mu.
 type sketches struct {
 	gens []*generation
 }
@@ -90,39 +98,127 @@ func (x *sketches) find(s *dedup.Sketch, best *[maxNear]near) int {
 	return k
 }
 
-// add enters a page, of at most limit in all.
-func (x *sketches) add(s *dedup.Sketch, p sketched, limit int) error {
-	if limit < 1 {
-		return nil
+// minGeneration is what the smallest generation takes, in bytes.
+var minGeneration = pageRound + dedup.TablePages(pageRound)*sketchedBytes
+
+// generationFor returns the size of the table and the number of items of a generation for
+// about want items, or more if there is room, in an index of limit bytes. Without room
+// it has none.
+func generationFor(want int, limit uint64) (table uint64, most int) {
+	// Three quarters are the table's, and no generation is more than half of all.
+	table = min(roundUp(dedup.TableSize(uint64(want))), limit/2*3/4&^(pageRound-1))
+	table = max(table, pageRound)
+	if limit < table+sketchedBytes {
+		return 0, 0
 	}
-	var g *generation
-	if n := len(x.gens); n > 0 {
-		g = x.gens[n-1]
+	return table, int(min(dedup.TablePages(table), (limit-table)/sketchedBytes))
+}
+
+// next is generationFor for what is entered next.
+func (x *sketches) next(limit uint64) (table uint64, most int) {
+	return generationFor(x.len()/2, limit)
+}
+
+// open returns the generation that is filled, if one has room.
+func (x *sketches) open() *generation {
+	if n := len(x.gens); n > 0 && len(x.gens[n-1].items) < x.gens[n-1].most {
+		return x.gens[n-1]
 	}
-	if g == nil || len(g.items) == g.most {
-		most := minSketches
-		if g != nil {
-			most = 2 * g.most
+	return nil
+}
+
+// begin adds a generation.
+func (x *sketches) begin(table uint64, most int) error {
+	mem, err := unix.Mmap(-1, 0, int(table), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return fmt.Errorf("memory for %d sketches: %w", most, err)
+	}
+	x.gens = append(x.gens, &generation{table: mem, items: make([]sketched, 0, most), most: most})
+	return nil
+}
+
+// enter enters a page in the generation that is open.
+func (g *generation) enter(s *dedup.Sketch, p sketched) {
+	g.table.Add(s, uint32(len(g.items)), true)
+	g.items = append(g.items, p)
+}
+
+// fits tells whether a page can be entered for which none has to be forgotten.
+func (x *sketches) fits(limit uint64) bool {
+	if x.open() != nil {
+		return true
+	}
+	table, most := x.next(limit)
+	return most > 0 && x.bytes()+table+uint64(most)*sketchedBytes <= limit
+}
+
+// add enters a page. All of them take limit bytes at most.
+func (x *sketches) add(s *dedup.Sketch, p sketched, limit uint64) error {
+	if x.open() == nil {
+		table, most := x.next(limit)
+		if most == 0 {
+			return nil
 		}
-		most = max(1, min(most, limit/2))
-		total := most
-		for _, old := range x.gens {
-			total += old.most
-		}
-		for len(x.gens) > 0 && total > limit {
-			total -= x.gens[0].most
+		for len(x.gens) > 0 && x.bytes()+table+uint64(most)*sketchedBytes > limit {
 			x.gens[0].free()
 			x.gens = x.gens[1:]
 		}
-		mem, err := unix.Mmap(-1, 0, int(roundUp(dedup.TableSize(uint64(most)))), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-		if err != nil {
-			return fmt.Errorf("memory for %d sketches: %w", most, err)
+		if err := x.begin(table, most); err != nil {
+			return err
 		}
-		g = &generation{table: mem, most: most}
-		x.gens = append(x.gens, g)
 	}
-	g.table.Add(s, uint32(len(g.items)), true)
-	g.items = append(g.items, p)
+	x.open().enter(s, p)
+	return nil
+}
+
+// sweep forgets the pages that keep does not tell to keep, and moves the others together,
+// if that gives memory back. None of the others is lost, but for those that were crowded
+// out of the table so far that they could not be found.
+func (x *sketches) sweep(limit uint64, keep func(*sketched) bool) error {
+	kept := 0
+	for _, g := range x.gens {
+		for i := range g.items {
+			if keep(&g.items[i]) {
+				kept++
+			}
+		}
+	}
+	table, most := generationFor(kept+kept/4, 1<<62)
+	if kept == 0 {
+		x.free()
+		return nil
+	}
+	if table+uint64(most)*sketchedBytes > x.bytes()*3/4 {
+		return nil
+	}
+	var to sketches
+	for _, g := range x.gens {
+		found := make([]dedup.Sketch, len(g.items))
+		g.table.Each(func(f, item uint32) {
+			if int(item) < len(found) && found[item].N < dedup.Features {
+				s := &found[item]
+				s.Feature[s.N] = f
+				s.N++
+			}
+		})
+		for i := range g.items {
+			if found[i].N < minFeatures || !keep(&g.items[i]) {
+				continue
+			}
+			if to.open() == nil {
+				rest := kept - to.len()
+				// As for what is added, so that the oldest can go first.
+				table, most := generationFor(rest+rest/4, max(limit, 2*minGeneration))
+				if err := to.begin(table, most); err != nil {
+					to.free()
+					return err
+				}
+			}
+			to.open().enter(&found[i], g.items[i])
+		}
+	}
+	x.free()
+	*x = to
 	return nil
 }
 
@@ -136,17 +232,61 @@ func (x *sketches) free() {
 	x.gens = nil
 }
 
-// bytes is the memory that the index takes, in bytes.
-func (x *sketches) bytes() (n uint64) {
+// len is the number of pages.
+func (x *sketches) len() (n int) {
 	for _, g := range x.gens {
-		n += uint64(len(g.table)) + uint64(cap(g.items))*sketchedBytes
+		n += len(g.items)
 	}
 	return n
 }
 
-// sketchLimit is how many pages each of the domain's indexes of sketches may have.
-func (d *domain) sketchLimit() int {
-	return min(maxSketches, d.candidateLimit()*candidateBytes/sketchBytes)
+// bytes is the memory that the index takes, in bytes.
+func (x *sketches) bytes() (n uint64) {
+	for _, g := range x.gens {
+		n += g.bytes()
+	}
+	return n
+}
+
+// sketchLimit is how many bytes each of the domain's indexes of sketches may take.
+// domain.mu must be held.
+func (d *domain) sketchLimit() uint64 {
+	d.fade(d.s.now())
+	earned := uint64(0)
+	if d.spared > d.baseBytes {
+		earned = (d.spared - d.baseBytes) / sketchShare
+	}
+	limit := max(uint64(len(d.conns))*d.s.sketchFloor, 2*minGeneration) + earned
+	return min(limit, maxSketches*sketchBytes, uint64(d.candidateLimit())*candidateBytes)
+}
+
+// fade forgets, with time, what bases have spared and taken. domain.mu must be held.
+func (d *domain) fade(now stamp) {
+	if n := (now - d.faded) / sparedTime; n > 0 {
+		d.spared >>= min(n, 63)
+		d.baseBytes >>= min(n, 63)
+		d.faded += n * sparedTime
+	}
+}
+
+// sweepSketches forgets sketches of pages that are published or whose owners have
+// ended, and of bases that are not kept any more. domain.mu must be held.
+func (d *domain) sweepSketches(now stamp) {
+	limit, since := d.sketchLimit(), now-d.s.keep
+	err := d.sketches.sweep(limit, func(p *sketched) bool {
+		g, _, _ := d.lookup(&p.hash)
+		return g == nil && d.conns[p.conn] != nil
+	})
+	if err == nil {
+		err = d.bases.sweep(limit, func(p *sketched) bool {
+			g, i, _ := d.lookup(&p.hash)
+			return g != nil && g.recs[i].lives(since)
+		})
+	}
+	if err != nil {
+		d.s.log("pool: domain %s keeps sketches that it does not need: %v", d.name, err)
+	}
+	d.unswept, d.swept = false, now
 }
 
 // enter adds a page to one of the domain's indexes of sketches. domain.mu must be
@@ -185,10 +325,10 @@ func (d *domain) findBase(s *dedup.Sketch) (*segment, int) {
 	return nil, -1
 }
 
-// addBase makes a published page without a base known by the sketch of its content.
-// domain.mu must be held.
-func (d *domain) addBase(s *dedup.Sketch, h *wire.Hash) {
-	if s.N < minFeatures {
+// addBase makes a published page without a base known by the sketch of its content: if it
+// was asked for as a base, or if there is room. domain.mu must be held.
+func (d *domain) addBase(s *dedup.Sketch, h *wire.Hash, asked bool) {
+	if s.N < minFeatures || !asked && !d.bases.fits(d.sketchLimit()) {
 		return
 	}
 	var best [maxNear]near
@@ -249,19 +389,10 @@ func (d *domain) resemble(c *conn, p wire.Page, s *dedup.Sketch, based bool, now
 	switch {
 	case own != nil:
 		own.candidate = me
-	case d.sampled(s):
+	case s.Feature[0]%sketchSample == 0 || d.sketches.fits(d.sketchLimit()):
 		d.enter(&d.sketches, s, sketched{me, p.Hash})
 	}
 	return ask
-}
-
-// sampled tells whether a page is to be entered by its sketch. domain.mu must be held.
-func (d *domain) sampled(s *dedup.Sketch) bool {
-	n := uint64(0)
-	for _, g := range d.sketches.gens {
-		n += uint64(len(g.items))
-	}
-	return s.Feature[0]%sketchSample == 0 || n*sketchBytes < d.spared+uint64(len(d.conns))*d.s.freeSketches*sketchBytes
 }
 
 // addSimilar notes whom to tell when the page is published, so that it can serve

@@ -138,7 +138,7 @@ func TestSimilarPages(t *testing.T) {
 	require.EqualValues(t, 2, st.Wanted)
 	require.EqualValues(t, 9, st.Resembled)
 	require.EqualValues(t, 3, st.Similar)
-	require.Greater(t, st.HeapBytes, uint64(2*minSketches*64))
+	require.Greater(t, st.HeapBytes, 2*minGeneration)
 
 	// Another domain sees nothing.
 	foreign.resemble(p, 1, first)
@@ -326,7 +326,7 @@ func TestSketchFloods(t *testing.T) {
 				d.mu.Lock()
 				defer d.mu.Unlock()
 				require.LessOrEqual(t, len(d.pending), maxPending)
-				require.LessOrEqual(t, d.sketches.bytes(), uint64(d.sketchLimit())*sketchBytes*3/2+4*2*pageRound)
+				require.LessOrEqual(t, d.sketches.bytes(), d.sketchLimit())
 			}
 			// Equal features, too many, none.
 			flood(a, 1, func(s *dedup.Sketch) { s.N = dedup.Features })
@@ -369,7 +369,7 @@ func TestSketches(t *testing.T) {
 	var x sketches
 	defer x.free()
 	r := rand.New(rand.NewPCG(1, 1))
-	const limit = 64
+	limit := 2 * int(dedup.TablePages(pageRound)) // two generations
 	at := func(k int) (s dedup.Sketch) {
 		s.N = dedup.Features
 		for i := range s.Feature {
@@ -379,7 +379,7 @@ func TestSketches(t *testing.T) {
 	}
 	for k := range 1000 {
 		s := at(k)
-		require.NoError(t, x.add(&s, sketched{hash: wire.Hash{byte(k), byte(k >> 8)}}, limit))
+		require.NoError(t, x.add(&s, sketched{hash: wire.Hash{byte(k), byte(k >> 8)}}, 2*minGeneration))
 		for range 4 {
 			j := r.IntN(k + 1)
 			s, shared := at(j), dedup.Features-r.IntN(5)
@@ -443,4 +443,125 @@ func BenchmarkResemble(b *testing.B) {
 		p.conn.message(msg, -1)
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1000, "ns/page")
+}
+
+// What is swept goes, all else is found as before, and what is entered next takes no more
+// than it may.
+func TestSweep(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 1))
+	at := func(k int) (s dedup.Sketch) {
+		s.N = dedup.Features
+		for i := range s.Feature {
+			s.Feature[i] = uint32(k*100 + i)
+		}
+		return s
+	}
+	found := func(x *sketches, k int) bool {
+		s := at(k)
+		var best [maxNear]near
+		for _, b := range best[:x.find(&s, &best)] {
+			if b.hash == (wire.Hash{byte(k), byte(k >> 8)}) {
+				return true
+			}
+		}
+		return false
+	}
+	for _, limit := range []uint64{3 * minGeneration, 20 * minGeneration, 1 << 30} {
+		for _, part := range []float64{0, 0.02, 0.3, 0.6, 1} {
+			var x sketches
+			const n = 2000
+			for k := range n {
+				s := at(k)
+				require.NoError(t, x.add(&s, sketched{hash: wire.Hash{byte(k), byte(k >> 8)}}, limit))
+				require.LessOrEqual(t, x.bytes(), limit)
+			}
+			before, had := x.bytes(), map[int]bool{}
+			for k := range n {
+				had[k] = found(&x, k)
+			}
+			kept := map[wire.Hash]bool{}
+			for _, g := range x.gens {
+				for i := range g.items {
+					kept[g.items[i].hash] = r.Float64() < part
+				}
+			}
+			require.NoError(t, x.sweep(limit, func(p *sketched) bool { return kept[p.hash] }))
+			wanted := 0
+			for k := range n {
+				if had[k] && kept[wire.Hash{byte(k), byte(k >> 8)}] {
+					wanted++
+					require.True(t, found(&x, k), "%d of %v", k, part)
+				}
+			}
+			if x.bytes() != before {
+				require.Less(t, x.bytes(), before)
+				require.Equal(t, wanted, x.len())
+			}
+			if part == 0 {
+				require.Zero(t, x.bytes())
+			}
+			// The next one does not push them out.
+			s := at(n)
+			require.NoError(t, x.add(&s, sketched{hash: wire.Hash{n & 255, n >> 8}}, limit))
+			require.LessOrEqual(t, x.bytes(), limit)
+			require.GreaterOrEqual(t, x.len(), wanted/2)
+			require.True(t, found(&x, n))
+			x.free()
+		}
+	}
+}
+
+// Sketches of who has ended, of what is published and of bases that are gone go by
+// themselves.
+func TestSketchesGo(t *testing.T) {
+	p := newPool(t, Options{Keep: time.Second})
+	p.s.minOpen = 0
+	ps := p.peers(2, greeting("d"))
+	a, b := ps[0], ps[1]
+	d := a.conn.d
+	for i := range uint64(200) {
+		a.resemble(p, uint32(i), page(i, 500))
+	}
+	require.Equal(t, 200, d.sketches.len())
+	for i := range uint64(100) {
+		b.resemble(p, uint32(i), variant(page(i, 500), 1))
+		b.publish(p, variant(page(i, 500), 1), wire.NoPage)
+	}
+	require.Equal(t, 100, d.bases.len())
+	a.sync(p)
+	require.Len(t, a.view.similar, 100)
+	require.NoError(t, a.conn.message(refMessage(wire.Ref, a.view.similar[0].Loc), -1))
+	for range 3 {
+		p.pass(sweepTime)
+	}
+	require.Equal(t, 1, d.bases.len())
+	a.end()
+	for range 3 {
+		p.pass(moveTime)
+	}
+	require.Zero(t, d.bases.bytes())
+	for _, g := range d.sketches.gens {
+		for _, s := range g.items {
+			require.Equal(t, b.conn.id, s.conn)
+		}
+	}
+	require.False(t, d.unswept)
+	checkServer(p, p.s)
+}
+
+// What bases have spared long ago counts no more.
+func TestSketchLimit(t *testing.T) {
+	p := newPool(t, Options{})
+	p.s.sketchFloor = sketchFloor
+	a := p.peers(1, greeting("d"))[0]
+	d := a.conn.d
+	require.Equal(t, 2*minGeneration, d.sketchLimit())
+	d.usage(a.conn, 1<<20)
+	require.Equal(t, 2*minGeneration+1<<20/sketchShare, d.sketchLimit())
+	d.baseBytes = 1 << 19
+	require.Equal(t, 2*minGeneration+1<<19/sketchShare, d.sketchLimit())
+	p.pass(sparedTime)
+	require.Equal(t, 2*minGeneration+1<<18/sketchShare, d.sketchLimit())
+	p.pass(100 * sparedTime)
+	require.Equal(t, 2*minGeneration, d.sketchLimit())
 }
