@@ -236,8 +236,6 @@ func (p *poolFlags) serve() error {
 	}
 	defer l.Close()
 	d.prepareProcess()
-	// What the start of the program has left.
-	debug.FreeOSMemory()
 	d.srv = server.New(server.Options{
 		MaxBytes:       p.max,
 		DomainMaxBytes: p.perDom,
@@ -323,10 +321,6 @@ func listen(socket string) (*net.UnixListener, error) {
 	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: socket, Net: "unixpacket"})
 }
 
-// poolGC is the garbage collector's percentage, that of GOGC, in a pool: it does little,
-// and all the sandboxes of a host pay for its garbage.
-const poolGC = 50
-
 // collect gives memory back that is garbage. What sync.Pools hold is garbage only the
 // second time.
 func collect() {
@@ -336,9 +330,6 @@ func collect() {
 
 // prepareProcess makes the process fit for its task, as far as it may.
 func (d *daemon) prepareProcess() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(poolGC)
-	}
 	// The nice value is each thread's; new ones have that of the one that
 	// starts them. The second time finds those started during the first.
 	for range 2 {
