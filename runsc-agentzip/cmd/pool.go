@@ -162,9 +162,10 @@ func printPool(w io.Writer, s *server.Stats) error {
 	t := &s.Total
 	row("pool", "%s, %d clients in %d domains, %d segments", state, t.Clients, len(s.Domains)+s.OmittedDomains, t.Segments)
 	usage := func(name string, u *server.Usage) {
-		row(name, "%d pages, %s held: in use %s, unused %s, index %s; own bookkeeping %s, %d candidates",
+		row(name, "%d pages, %s held: in use %s, unused %s, index %s; own bookkeeping %s: %d candidates %s, sketches %s, patterns %s, connections %s",
 			u.Pages, control.Size(u.Bytes), control.Size(u.ReferencedBytes), control.Size(u.UnreferencedBytes), control.Size(u.IndexBytes),
-			control.Size(u.HeapBytes), u.Candidates)
+			control.Size(u.HeapBytes), u.Candidates, control.Size(u.CandidateBytes), control.Size(u.SketchBytes),
+			control.Size(u.PatternBytes), control.Size(u.ConnectionBytes))
 	}
 	usage("total", t)
 	row("so far", "%d offers, %d of them known; %d pages asked for, %d taken, %d without a small form, %d without room; %d offers ignored, %d violations",

@@ -285,7 +285,8 @@ func benchOverhead(b *testing.B, s *Server, clients int, pass func(stamp)) {
 	b.ReportMetric(float64(st.IndexBytes)/n, "index-B/client")
 	b.ReportMetric(float64(st.UnreferencedBytes)/n, "unreferenced-B/client")
 	b.ReportMetric(float64(st.SketchBytes)/n, "sketches-B/client")
-	b.ReportMetric(float64(st.Candidates)/n, "candidates/client")
+	b.ReportMetric(float64(st.CandidateBytes)/n, "candidates-B/client")
+	b.ReportMetric(float64(st.PatternBytes)/n, "patterns-B/client")
 	b.ReportMetric(float64(st.Similar)/n, "similar/client")
 	b.ReportMetric(float64(st.Published), "published")
 	for _, p := range peers {

@@ -1073,6 +1073,8 @@ func checkDomain(t require.TestingT, d *domain) {
 	}
 	require.Equal(t, parts, d.parts)
 	require.Equal(t, partBytes, d.partBytes)
+	parted := d.sketches.bytes() + d.bases.bytes() + uint64(d.ncandidates)*candidateBytes + uint64(cap(d.patterns)) + partBytes + uint64(len(d.conns))*connectionBytes
+	require.GreaterOrEqual(t, d.heap(), parted)
 }
 
 // TestOneConnectionEach attaches a sandbox again, and asks whether it can be its

@@ -58,6 +58,12 @@ type Usage struct {
 	// HeapBytes.
 	AlonePages  uint64 `json:"alone_pages"`
 	SketchBytes uint64 `json:"sketch_bytes"`
+	// CandidateBytes, PatternBytes and ConnectionBytes are further parts of HeapBytes:
+	// for pages that one sandbox has offered, for what is known about steps, and for
+	// connections without their references.
+	CandidateBytes  uint64 `json:"candidate_bytes"`
+	PatternBytes    uint64 `json:"pattern_bytes"`
+	ConnectionBytes uint64 `json:"connection_bytes"`
 	Counts
 }
 
@@ -124,6 +130,9 @@ func (u *Usage) add(o *Usage) {
 	u.Segments += o.Segments
 	u.AlonePages += o.AlonePages
 	u.SketchBytes += o.SketchBytes
+	u.CandidateBytes += o.CandidateBytes
+	u.PatternBytes += o.PatternBytes
+	u.ConnectionBytes += o.ConnectionBytes
 	u.Counts.add(&o.Counts)
 }
 
@@ -156,7 +165,9 @@ func (d *domain) stats() DomainStats {
 			ReferencedBytes: d.referenced, UnreferencedBytes: d.recordBytes - d.referenced,
 			Candidates: uint64(d.ncandidates), Pending: uint64(len(d.pending)), Segments: uint64(len(d.segs)),
 			AlonePages: uint64(d.alone), SketchBytes: d.sketches.bytes() + d.bases.bytes(),
-			Counts: d.counts,
+			CandidateBytes: uint64(d.ncandidates) * candidateBytes, PatternBytes: uint64(cap(d.patterns)) + d.partBytes,
+			ConnectionBytes: uint64(len(d.conns)) * connectionBytes,
+			Counts:          d.counts,
 		},
 	}
 }
