@@ -321,7 +321,9 @@ func (a *Arena) Loose(limit int) []Handle {
 		lost -= c.lost
 		blobs += c.blobs
 	}
-	if gain < (loosePages(move)+1)*pageSize {
+	// The last slab that they go to may be a new one, with pages of its own for its
+	// bitmap and its end.
+	if gain < (loosePages(move)+2)*pageSize {
 		return nil
 	}
 	var handles []Handle
