@@ -233,7 +233,11 @@ func diff(a, b uint64) uint64 { return max(a, b) - min(a, b) }
 // be no more processes or descriptors, and of threads only as many as the Go runtime of
 // one sandbox makes when the machine is busy.
 func grown(early, late []cost) string {
-	var out []string
+	return strings.Join(append(grownMemory(early, late), more(early, late)...), ", ")
+}
+
+// grownMemory is the part of grown that is about memory.
+func grownMemory(early, late []cost) (out []string) {
 	for _, p := range []struct {
 		name string
 		of   func(cost) uint64
@@ -250,6 +254,11 @@ func grown(early, late []cost) string {
 			out = append(out, fmt.Sprintf("%s by %d KiB", p.name, (after-before)>>10))
 		}
 	}
+	return out
+}
+
+// more is the part of grown that is about what is counted.
+func more(early, late []cost) (out []string) {
 	for _, p := range []struct {
 		name  string
 		of    func(cost) int
@@ -265,7 +274,7 @@ func grown(early, late []cost) string {
 			out = append(out, fmt.Sprintf("%d more %s", after-before, p.name))
 		}
 	}
-	return strings.Join(out, ", ")
+	return out
 }
 
 func median[T cmp.Ordered](costs []cost, of func(cost) T) T {

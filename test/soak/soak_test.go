@@ -189,8 +189,11 @@ func TestSoak(t *testing.T) {
 		}
 		late := floors(t, all)
 		for i, g := range all {
-			what := grown(early[i], late[i])
-			if what == "" {
+			if what := more(early[i], late[i]); what != nil {
+				t.Errorf("%s has %s", g.ID(), strings.Join(what, ", "))
+			}
+			what := grownMemory(early[i], late[i])
+			if what == nil {
 				continue
 			}
 			t.Logf("%s is larger: %s", g.ID(), what)
