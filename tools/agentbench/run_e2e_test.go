@@ -370,7 +370,10 @@ func foreignSwap(t *testing.T) string {
 	number := strings.TrimSpace(string(n))
 	device := "/dev/zram" + number
 	t.Cleanup(func() {
-		assert.NoError(t, os.WriteFile(control+"hot_remove", []byte(number), 0))
+		// Some program may look at a device that has just come.
+		assert.Eventually(t, func() bool {
+			return os.WriteFile(control+"hot_remove", []byte(number), 0) == nil
+		}, 10*time.Second, 50*time.Millisecond)
 	})
 	require.NoError(t, os.WriteFile("/sys/block/zram"+number+"/disksize", []byte("16M"), 0))
 	if _, err := os.Lstat(device); err != nil {
