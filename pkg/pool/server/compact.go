@@ -53,7 +53,17 @@ func (d *domain) maintain(now stamp, pressed bool) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.unswept && now >= d.swept+sweepTime {
-		d.sweepSketches(now)
+		d.unswept, d.swept = false, now
+		err := d.sweepSketches()
+		// Others may have their turn in between.
+		d.mu.Unlock()
+		d.mu.Lock()
+		if err == nil {
+			err = d.sweepBases(now)
+		}
+		if err != nil {
+			d.s.log("pool: domain %s keeps sketches that it does not need: %v", d.name, err)
+		}
 	}
 	return again || d.unswept
 }

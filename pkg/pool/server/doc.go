@@ -81,7 +81,8 @@
 //     encoded (40 us), one page at a time;
 //   - domain.mu: everything else of the domain and what a connection has in it.
 //     Held for one message (256 pages of a Resemble), for one segment in
-//     compaction, or while the index grows;
+//     compaction, while the index grows, or while one of the indexes of sketches
+//     is swept;
 //   - turns.mu: whose turn it is to evict;
 //   - conn.mu: the queue of a connection.
 //

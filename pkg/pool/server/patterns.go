@@ -13,6 +13,10 @@ import (
 // Patterns, what a sandbox has learnt about steps, are bitmaps that are mostly empty, and
 // are of use only to sandboxes that join. So they are kept packed.
 
+// packing is held while patterns are packed: whoever floods the pool with them takes one
+// processor and one packer. Nothing is locked with it.
+var packing sync.Mutex
+
 // A packer takes 0.7 MiB.
 var packers = sync.Pool{New: func() any {
 	w, err := flate.NewWriter(io.Discard, flate.BestSpeed)
@@ -24,6 +28,8 @@ var packers = sync.Pool{New: func() any {
 
 // pack returns b in a form that is shorter, mostly. unpack undoes it.
 func pack(b []byte) []byte {
+	packing.Lock()
+	defer packing.Unlock()
 	var out bytes.Buffer
 	w := packers.Get().(*flate.Writer)
 	w.Reset(&out)

@@ -188,7 +188,8 @@ func (x *sketches) sweep(limit uint64, keep func(*sketched) bool) error {
 		x.free()
 		return nil
 	}
-	if table+uint64(most)*sketchedBytes > x.bytes()*3/4 {
+	whole := table + uint64(most)*sketchedBytes
+	if whole > x.bytes()*3/4 {
 		return nil
 	}
 	var to sketches
@@ -207,8 +208,10 @@ func (x *sketches) sweep(limit uint64, keep func(*sketched) bool) error {
 			}
 			if to.open() == nil {
 				rest := kept - to.len()
-				// As for what is added, so that the oldest can go first.
-				table, most := generationFor(rest+rest/4, max(limit, 2*minGeneration))
+				// As for what is added, so that the oldest can go first; but not
+				// many, if the limit has fallen since: each is looked into by
+				// every find.
+				table, most := generationFor(rest+rest/4, max(limit, whole, 2*minGeneration))
 				if err := to.begin(table, most); err != nil {
 					to.free()
 					return err
@@ -270,23 +273,22 @@ func (d *domain) fade(now stamp) {
 }
 
 // sweepSketches forgets sketches of pages that are published or whose owners have
-// ended, and of bases that are not kept any more. domain.mu must be held.
-func (d *domain) sweepSketches(now stamp) {
-	limit, since := d.sketchLimit(), now-d.s.keep
-	err := d.sketches.sweep(limit, func(p *sketched) bool {
+// ended. domain.mu must be held.
+func (d *domain) sweepSketches() error {
+	return d.sketches.sweep(d.sketchLimit(), func(p *sketched) bool {
 		g, _, _ := d.lookup(&p.hash)
 		return g == nil && d.conns[p.conn] != nil
 	})
-	if err == nil {
-		err = d.bases.sweep(limit, func(p *sketched) bool {
-			g, i, _ := d.lookup(&p.hash)
-			return g != nil && g.recs[i].lives(since)
-		})
-	}
-	if err != nil {
-		d.s.log("pool: domain %s keeps sketches that it does not need: %v", d.name, err)
-	}
-	d.unswept, d.swept = false, now
+}
+
+// sweepBases forgets sketches of bases that are not kept any more. domain.mu must be
+// held.
+func (d *domain) sweepBases(now stamp) error {
+	since := now - d.s.keep
+	return d.bases.sweep(d.sketchLimit(), func(p *sketched) bool {
+		g, i, _ := d.lookup(&p.hash)
+		return g != nil && g.recs[i].lives(since)
+	})
 }
 
 // enter adds a page to one of the domain's indexes of sketches. domain.mu must be

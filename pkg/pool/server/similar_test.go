@@ -447,6 +447,24 @@ func BenchmarkResemble(b *testing.B) {
 
 // What is swept goes, all else is found as before, and what is entered next takes no more
 // than it may.
+// TestSweepBelowLimit: what is kept when the limit has fallen is in few generations.
+func TestSweepBelowLimit(t *testing.T) {
+	const n = 20000
+	var x sketches
+	defer x.free()
+	for k := range n {
+		var s dedup.Sketch
+		s.N = dedup.Features
+		for i := range s.Feature {
+			s.Feature[i] = uint32(k*100 + i)
+		}
+		require.NoError(t, x.add(&s, sketched{hash: wire.Hash{byte(k), byte(k >> 8)}}, 1<<30))
+	}
+	require.NoError(t, x.sweep(2*minGeneration, func(p *sketched) bool { return p.hash[0]%2 == 0 }))
+	require.Less(t, len(x.gens), 8)
+	require.Greater(t, x.len(), n*2/5)
+}
+
 func TestSweep(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 1))
 	at := func(k int) (s dedup.Sketch) {
