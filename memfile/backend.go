@@ -145,8 +145,9 @@ type Backend struct {
 	// begins.
 	passMu sync.Mutex
 
-	// checks counts the checks that run or wait for passMu.
-	checks atomic.Int32
+	// hurry counts who waits for passMu to prefetch, which ends a deepening. waiting
+	// counts the evictions and checks that wait for it: a deepening makes no pauses.
+	hurry, waiting atomic.Int32
 
 	// inhibit counts the saves in progress. It changes with passMu held and is
 	// read without it by running passes, which then stop.

@@ -89,7 +89,8 @@ type deepWorker struct {
 
 // Deepen stores pages that are not in the smallest form yet again, where that
 // makes them at least a twentieth smaller, and then moves blobs together. It
-// returns how many pages it replaced. What cannot be read is left as it is: the
+// returns how many pages it replaced, and ErrStopped also if somebody wants to
+// prefetch meanwhile. What cannot be read is left as it is: the
 // sandbox ends when it is needed, if ever, and not before.
 func (b *Backend) Deepen(stop func() bool) (replaced uint64, err error) {
 	return b.deepenPass(stop, false)
@@ -105,7 +106,8 @@ func (b *Backend) DeepenCold(stop func() bool) (replaced uint64, err error) {
 func (b *Backend) deepenPass(stop func() bool, cold bool) (replaced uint64, err error) {
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
-	d := &deepener{b: b, stop: b.stopFunc(stop), cold: cold}
+	d := &deepener{b: b, cold: cold}
+	d.stop = b.stopFunc(func() bool { return b.hurry.Load() != 0 || stop != nil && stop() })
 	if err := b.passError(d.stop); err != nil {
 		return 0, err
 	}
@@ -199,7 +201,11 @@ func (d *deepener) rest() {
 	}
 	d.restMu.Lock()
 	defer d.restMu.Unlock()
-	for left := b.opts.Rest(); left > 0 && b.checks.Load() == 0 && !d.stop(); left -= restStep {
+	left := b.opts.Rest()
+	if left <= 0 {
+		return
+	}
+	for end := time.Now().Add(left); left > 0 && b.waiting.Load() == 0 && !d.stop(); left = time.Until(end) {
 		time.Sleep(min(left, restStep))
 	}
 }

@@ -83,8 +83,10 @@ type EvictResult struct {
 // On error, what was evicted so far stays evicted and everything else is
 // resident; no page is ever lost.
 func (b *Backend) Evict(opts EvictOptions) (EvictResult, error) {
+	b.waiting.Add(1)
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
+	b.waiting.Add(-1)
 	start := time.Now()
 	stop := b.stopFunc(opts.Stop)
 	if err := b.passError(stop); err != nil {
@@ -531,10 +533,10 @@ const checkMax = 100
 // are counted right, and that counters agree with the page table. The sandbox keeps
 // running; a page under check delays its access by a decode.
 func (b *Backend) Check(stop func() bool) (CheckResult, error) {
-	b.checks.Add(1)
-	defer b.checks.Add(-1)
+	b.waiting.Add(1)
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
+	b.waiting.Add(-1)
 	var res CheckResult
 	stop = b.stopFunc(stop)
 	if b.closed.Load() {

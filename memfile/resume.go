@@ -67,8 +67,11 @@ func (b *Backend) PrefetchNow(stop func() bool) (n uint64, err error) {
 const eagerFaults = 64
 
 func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error) {
+	// A deepening beside it would go on for longer than the guest can wait.
+	b.hurry.Add(1)
 	b.passMu.Lock()
 	defer b.passMu.Unlock()
+	b.hurry.Add(-1)
 	stop = b.stopFunc(stop)
 	var mapped []Range
 	pending := uint64(0)
@@ -84,7 +87,7 @@ func (b *Backend) prefetch(stop func() bool, minFaults int) (n uint64, err error
 	runs := b.history.Predict(minFaults, isTemplate)
 	for i, run := range runs {
 		run.End = min(run.End, pages)
-		if i+1 < len(runs) && run.Map && runs[i+1].Map {
+		if i+1 < len(runs) && run.Map && runs[i+1].Map && runs[i+1].First < pages {
 			run.End = b.bridge(run.End, runs[i+1].First)
 		}
 		for p := run.First; p < run.End; {

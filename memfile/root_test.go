@@ -352,9 +352,13 @@ func TestPrefetchBeyondTheFile(t *testing.T) {
 	for range 4 {
 		learnt.Wanted(far-8, far+8)
 		learnt.Wanted(far+1000, far+1016)
+		// Just behind the end of the file of the fixture, near each other.
+		learnt.Wanted(2*tableChunk, 2*tableChunk+2)
+		learnt.Wanted(2*tableChunk+4, 2*tableChunk+6)
 		learnt.EndStep()
 	}
 	f := newFixture(t, 600, DefaultOptions())
+	require.EqualValues(t, 2*tableChunk, f.b.table.pages())
 	f.kinds(2, 5)
 	f.evict(t)
 	require.NoError(t, f.b.ImportPatterns(learnt.Export(prefetch.Digest{1}, prefetch.ExportMax), prefetch.Digest{1}))

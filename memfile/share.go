@@ -348,6 +348,10 @@ func (b *Backend) offerAnew(s *pooled, r *restorer, stop func() bool) (n uint64,
 	}
 	left, more := anewPart, false
 	b.table.visitWritten(func(first, end uint64) bool {
+		if err = b.passError(stop); err != nil {
+			a.next, more = max(first, a.next), true
+			return false
+		}
 		for p := max(first, a.next); p < min(end, 1<<32); p++ {
 			w := b.table.load(p)
 			if w&stateMask != evicted || handleOf(w) == 0 || tagOf(w) == codec.TagPool || w&deep == 0 && !a.replaced {

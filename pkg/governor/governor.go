@@ -7,7 +7,7 @@
 //     takes caches, and the other half of a core from whoever has the first. So
 //     while that thread gets less than Share of a processor although it has work,
 //     pages are stored in the form that is cheapest to make and to restore, and
-//     harder compression takes no more than Trickle of a processor.
+//     harder compression wants a processor for no more than Trickle of the time.
 //   - A host that is not busy has processor time to spend on smaller forms. One that
 //     is busy for good gets them in the end: what a step leaves takes tenths of a
 //     second to compress, and the wait after it lasts for seconds.
@@ -28,9 +28,13 @@ const (
 	// a thread of equal priority 0.5.
 	Share = 0.6
 
-	// Trickle is the share of a processor that harder compression of one sandbox may
-	// take on a busy host.
-	Trickle = 0.1
+	// Trickle is the share of the time in which harder compression of one sandbox
+	// wants a processor on a busy host, where it gets less than Share of one: what
+	// many sandboxes want at once grows with their number, but not without bound.
+	Trickle = 0.2
+
+	// maxRest bounds a rest, after a window that was longer than it should be.
+	maxRest = 500 * time.Millisecond
 
 	// window is the time over which the share is taken: a few time slices of the
 	// scheduler.
@@ -103,43 +107,40 @@ func (g *Governor) Busy() bool {
 	return g.busy && now.Sub(g.measured) < memory
 }
 
-// measure ends the window if it is over, and begins the next. It returns how much
-// processor time the thread had in one that has told that the host is busy, and how
-// long the window was.
+// measure ends the window if it is over, and begins the next. It returns how long the
+// window was if it has told that the host is busy, and else 0.
 //
 // Preconditions: mu is locked.
-func (g *Governor) measure(now time.Time) (used, elapsed time.Duration) {
-	if elapsed = now.Sub(g.began); !g.working || elapsed < window {
-		return 0, 0
+func (g *Governor) measure(now time.Time) (busy time.Duration) {
+	elapsed := now.Sub(g.began)
+	if !g.working || elapsed < window {
+		return 0
 	}
-	if all, err := g.used(); err == nil {
-		used = all - g.usedBegan
-		g.busy = float64(used) < Share*float64(elapsed)
+	if used, err := g.used(); err == nil {
+		g.busy = float64(used-g.usedBegan) < Share*float64(elapsed)
 		g.measured = now
-	} else {
-		used = 0
+		if g.busy {
+			busy = elapsed
+		}
 	}
 	g.restart(now)
-	if !g.busy {
-		used = 0
-	}
-	return used, elapsed
+	return busy
 }
 
 // Rest tells, between two pieces of work, for how long the thread has to rest so that
-// on a busy host it takes no more than Trickle of a processor; nearly always it is 0.
-// The next window begins after the rest, in which nobody may ask.
+// on a busy host it wants a processor for no more than Trickle of the time; nearly
+// always it is 0. The next window begins after the rest, in which nobody may ask.
 func (g *Governor) Rest() time.Duration {
 	if g == nil {
 		return 0
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	used, elapsed := g.measure(g.now())
-	rest := time.Duration(float64(used)/Trickle) - elapsed
-	if rest <= 0 {
+	elapsed := g.measure(g.now())
+	if elapsed == 0 {
 		return 0
 	}
+	rest := min(time.Duration(float64(elapsed)/Trickle)-elapsed, maxRest)
 	g.began = g.began.Add(rest)
 	return rest
 }

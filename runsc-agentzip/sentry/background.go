@@ -56,7 +56,8 @@ func threadClock(tid int) int32 {
 	return ^int32(tid)<<3 | perThread | sched
 }
 
-// run runs f, which should not pause, and returns when it has returned.
+// run runs f, which should not pause but for the governor's rests, and returns when it
+// has returned.
 func (b background) run(f func()) {
 	if b.work == nil {
 		f()

@@ -354,7 +354,7 @@ func (d *driver) run() {
 					tier = codec.TierDeep
 				}
 				quiet.since, quiet.deepened, quiet.deepenedAll = time.Now(), false, false
-				quiet.notBefore = time.Time{}
+				quiet.notBefore, quiet.vain = time.Time{}, 0
 				process.background.run(func() {
 					res, err = d.b.Evict(memfile.EvictOptions{Tier: tier, Settle: d.conf.settle, Stop: stop})
 				})
@@ -494,15 +494,17 @@ type quietTime struct {
 	// notTrim is when garbage may be given back again that a task has made which
 	// only a timer woke.
 	notTrim time.Time
-	// notBefore is when a deepening that was put off or interrupted may go on.
+	// notBefore is when a deepening that was put off or interrupted may go on. vain is
+	// how many in a row were interrupted before they had made anything smaller.
 	notBefore time.Time
+	vain      int
 }
 
 // deepenAllFactor is how many times longer a wait has to last for pages to be
 // compressed harder that the last steps wanted. passMax is how long one deepening may
-// take, and passPause how long it is until the next goes on with it: on a busy host it
-// takes no more than governor.Trickle of a processor, and the pool and the Sentry's
-// garbage should not have to wait for it.
+// take on a busy host, where it rests most of the time (governor.Trickle), and passPause
+// how long it is until the next goes on with it: the pool and the Sentry's garbage should
+// not have to wait for it.
 //
 // trimShare is how many times longer than what giving garbage back costs has to go by
 // until what timers in the guest have done makes it due again. reopenCost is more than
@@ -579,11 +581,26 @@ func (q *quietTime) nextDeepening(d *driver) (work func(stop func() bool), due t
 		var n uint64
 		var err error
 		began := time.Now()
+		most := passMax << q.vain
 		process.background.run(func() {
-			n, err = pass(func() bool { return stop() || time.Since(began) > passMax })
+			n, err = pass(func() bool {
+				switch took := time.Since(began); {
+				case stop():
+					return true
+				case took > passPause && len(d.poolReady()) != 0:
+					return true
+				default:
+					return took > most && process.background.governor.Busy() && !process.scarce.pressed()
+				}
+			})
 		})
 		// What was interrupted, or takes so long on a busy host, is taken up again.
 		*done = !errors.Is(err, memfile.ErrStopped)
+		if *done || n != 0 {
+			q.vain = 0
+		} else {
+			q.vain = min(q.vain+1, 6)
+		}
 		q.notBefore = time.Now().Add(passPause)
 		if n != 0 || err != nil && !benign(err) {
 			log.Debugf("agentzip: compressed %d stored pages harder in %v (%v)", n, time.Since(began), err)

@@ -1,6 +1,7 @@
 package sentry
 
 import (
+	"math/rand/v2"
 	"sync"
 	"time"
 	"unsafe"
@@ -27,8 +28,10 @@ const (
 	maxStalePause = time.Minute
 	// anewPause is how long to wait before a new pool is offered more of what is
 	// stored, a few ms of work each time: the pool takes what it is sent in turn, and
-	// offers that find the socket full are lost.
+	// offers that find the socket full are lost. Sandboxes that a pool comes back to at
+	// the same time spread over it, and those of a busy host take busyAnew times as long.
 	anewPause = 200 * time.Millisecond
+	busyAnew  = 10
 	// maxBacklog is how many pages of either kind may wait.
 	maxBacklog = 16 << 10
 )
@@ -186,7 +189,7 @@ func (p *pacer) Work() memfile.PoolWork {
 	// What the pool asks for first: its socket takes only so much.
 	if p.anew && len(p.want)+len(w.Want) == 0 && !now.Before(p.anewAt) {
 		w.Anew = true
-		p.anewAt = now.Add(anewPause)
+		p.anewAt = now.Add(anewAfter())
 	}
 	// After all else: it may have replaced some of them.
 	if p.stale && len(p.want)+len(p.published)+len(p.similar)+len(w.Want)+len(w.Published)+len(w.Similar) == 0 && !now.Before(p.staleAt) {
@@ -195,6 +198,23 @@ func (p *pacer) Work() memfile.PoolWork {
 		p.stalePause = min(2*p.stalePause, maxStalePause)
 	}
 	return w
+}
+
+// anewAfter is after how long a new pool is offered more.
+func anewAfter() time.Duration {
+	pause := anewPause/2 + rand.N(anewPause)
+	if process.background.governor.Busy() {
+		pause *= busyAnew
+	}
+	return pause
+}
+
+// putOff puts off what is left, since there is a reason that sharing cannot go on.
+func (p *pacer) putOff() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.pause = maxPublishPause
+	p.anewAt = time.Now().Add(anewPause)
 }
 
 // OfferedAll implements memfile.Pool.OfferedAll.

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/log"
 
+	"runsc-agentzip/memfile"
 	"runsc-agentzip/memfile/prefetch"
 	"runsc-agentzip/pkg/control"
 	"runsc-agentzip/pkg/pool/wire"
@@ -115,6 +116,9 @@ func (d *driver) share(stop func() bool) {
 	var n uint64
 	var err error
 	process.background.run(func() { n, err = d.b.Share(stop) })
+	if err != nil && !errors.Is(err, memfile.ErrStopped) {
+		d.pool.putOff()
+	}
 	if n != 0 || err != nil && !benign(err) {
 		log.Debugf("agentzip: shared %d pages in %v (%v)", n, time.Since(start), err)
 	}
@@ -151,8 +155,8 @@ func (d *driver) tellStep() {
 
 // takeTurn waits until it is this sandbox's turn to evict: without it, the more
 // sandboxes of a host wait, the less of the processors would those get that work.
-// (Deepening takes no turn: it can be put off at any time, and the governor sees to
-// that when the host is busy.) It returns false if the wait ends first. Without a pool it is always
+// (Deepening takes no turn: on a busy host it rests most of the time, see package
+// governor.) It returns false if the wait ends first. Without a pool it is always
 // this sandbox's turn, and after turnPatience it goes without.
 func (d *driver) takeTurn(activity <-chan struct{}) bool {
 	if d.pool == nil {
