@@ -67,6 +67,28 @@ func TestRest(t *testing.T) {
 		<-ended
 		require.NoError(t, err)
 
+		// Who wants to prefetch does not wait for the pass.
+		rest.Store(0)
+		f.r.pages(func(p uint64) {
+			f.gateOne(t, p)
+			f.set(p, version{p, 2})
+		})
+		f.evict(t)
+		rest.Store(int64(long))
+		pauses.Store(0)
+		ended = make(chan struct{})
+		go func() {
+			defer close(ended)
+			_, err = f.b.Deepen(stop.Load)
+		}()
+		require.Eventually(t, func() bool { return pauses.Load() == 1 }, 10*time.Second, time.Millisecond)
+		_, perr := f.b.PrefetchNow(nil)
+		require.NoError(t, perr)
+		<-ended
+		require.ErrorIs(t, err, ErrStopped)
+		require.Zero(t, f.b.hurry.Load())
+		require.Zero(t, f.b.waiting.Load())
+
 		// Pauses that are short are all made.
 		rest.Store(int64(10 * time.Microsecond))
 		f.evict(t)

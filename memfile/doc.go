@@ -111,4 +111,10 @@
 // table's, which is one below the shard locks, so they may be called with any lock of the Sentry
 // held, the allocator's included.
 // Host.VisitEvictable is called with passMu held and takes the allocator's lock.
+//
+// The workers of a deepening, which goes on with passMu held, have three locks of their
+// own, of which none is held while another is taken: deepener.restMu, with which they pause
+// and no page is busy; compactMu, below which are the arena's and the page table's; ownMu.
+// Who waits for passMu says so in Backend.waiting, so that nobody pauses, or in
+// Backend.hurry, which ends the deepening.
 package memfile

@@ -183,6 +183,12 @@ func TestPacerAnew(t *testing.T) {
 	for !p.Work().Anew {
 		<-p.backlog()
 	}
+	// Sharing that cannot go on is no reason to look again at once.
+	began := time.Now()
+	p.putOff()
+	<-p.backlog()
+	require.GreaterOrEqual(t, time.Since(began), anewPause)
+
 	// What was offered to another pool is no news to this one.
 	p.OfferedAll(old)
 	require.NotNil(t, p.backlog())

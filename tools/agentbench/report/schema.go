@@ -78,7 +78,7 @@ type Machine struct {
 	GoVersion   string `json:"go_version"`
 	Platform    string `json:"platform"`
 	// MapTouchNS is what the first access to a page costs that was mapped again with
-	// its page table entry in place, in nanoseconds: next to nothing on hardware, much
+	// its page table entry in place, in nanoseconds, which is much
 	// under a hypervisor that shadows page tables. Each page that was evicted and is
 	// wanted again pays it. 0 if it was not measured.
 	MapTouchNS float64 `json:"map_touch_ns,omitempty"`
